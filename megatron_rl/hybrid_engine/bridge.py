@@ -25,6 +25,9 @@ new senders; a remaining receiver keeps its memory and joins again.
 
 With `deltas` at all ends only what changed since the last transfer travels (`delta_exchange.py`), if that was over this
 group and ended well on all ranks, and else everything. So everything travels first, after joining, and after an error.
+
+A transfer is a list of streams (`streams.py`): the weights, and constants of another dtype in the transfers for which
+training says that they differ from those of the folder.
 """
 
 from __future__ import annotations
@@ -40,15 +43,15 @@ from torch import Tensor
 
 from megatron_rl.device import settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
-from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel, receiving_slots
+from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, receiving_slots
 from megatron_rl.hybrid_engine.delta_exchange import Changes, DeltaExchange
-from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
+from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
-from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
+from megatron_rl.hybrid_engine.streams import Constants, Stream
 from megatron_rl.hybrid_engine.transport import Transport
-from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier, is_verified
+from megatron_rl.hybrid_engine.verify import WeightMismatchError, is_verified
 from megatron_rl.parallel.sharding import LogicalTensor, Place
 
 Result = TypeVar("Result")
@@ -68,7 +71,8 @@ class MixedVersionsError(RuntimeError):
 class Transfer:
     """One transfer on one rank. version: of the weights, in optimizer steps.
 
-    model_bytes: of the whole model. leaving_bytes: what all senders together send, `model_bytes` if everything travels.
+    model_bytes: of the whole model. leaving_bytes: what all senders together send, `model_bytes` if all weights travel
+    and no constants.
     changed_share: of the elements of the model; None if they were not compared. count_bytes: received from other ranks
     to know what changed where. wait_seconds: until both pools were ready.
     verify_seconds: comparing checksums; 0 if this transfer was not verified.
@@ -123,7 +127,9 @@ class ReceiveReport(Transfer):
 
 @dataclass(frozen=True)
 class Offer:
-    """Message of one rank to all others when a weight transfer is built. model: `digest` of its description."""
+    """Message of one rank to all others when a weight transfer is built. model: `digest` of its description, constants
+    included.
+    """
 
     member: Member
     sends: bool
@@ -135,20 +141,20 @@ class Offer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks of a weight transfer agree on. message_numel: elements of the longest message. deltas:
-    whether only what changed travels.
+    """Facts that all ranks of a weight transfer agree on. message_bytes: of the longest message. deltas: whether only
+    what changed travels.
     """
 
     plan: ExchangePlan
     num_senders: int
-    model_bytes: int
-    message_numel: int
+    message_bytes: int
     deltas: bool
 
 
-def digest(tensors: Mapping[str, LogicalTensor]) -> str:
-    """A hash of the description of a model."""
-    return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()
+def digest(tensors: Mapping[str, LogicalTensor], constants: Constants | None) -> str:
+    """A hash of the description of a model, and of the constants that travel next to its weights."""
+    beside = {} if constants is None else constants.described
+    return hashlib.sha256(repr([sorted(tensors.items()), sorted(beside.items())]).encode()).hexdigest()
 
 
 def or_leave(transport: Transport, what: str, body: Callable[[], Result]) -> Result:
@@ -184,10 +190,8 @@ def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transpor
         )
     members = [offer.member for offer in offers]
     plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
-    size = mine.dtype.itemsize
-    message_numel = max(1, min(offer.bucket_bytes for offer in offers) // size // NUM_SCRATCH)
-    deltas = all(offer.deltas for offer in offers)
-    return Agreement(plan, num_senders, model_numel(tensors) * size, message_numel, deltas)
+    message_bytes = min(offer.bucket_bytes for offer in offers) // NUM_SCRATCH
+    return Agreement(plan, num_senders, message_bytes, all(offer.deltas for offer in offers))
 
 
 class BridgeEnd:
@@ -197,36 +201,42 @@ class BridgeEnd:
     """
 
     def __init__(
-        self, agreement: Agreement, buffers: Mapping[int, Tensor], transport: Transport, verify_every: int
+        self,
+        agreement: Agreement,
+        buffers: Mapping[int, Tensor],
+        transport: Transport,
+        verify_every: int,
+        constants: Constants | None,
     ) -> None:
         self.transport, self.plan, self.num_senders = transport, agreement.plan, agreement.num_senders
-        self._model_bytes = agreement.model_bytes
         self._verify_every = verify_every
         self._num_transfers = 0
         self._device = next(iter(buffers.values())).device
         or_leave(transport, CONNECTING_BROKE, lambda: transport.connect(self._device))
-        steps = make_schedule(self.plan, transport.number, agreement.message_numel)
-        self._exchange = Exchange(steps, [], buffers, transport)
-        self._verifier = WeightVerifier(self.plan, transport.number, buffers, transport)
-        self._itemsize = next(iter(buffers.values())).element_size()
+        self._weights = Stream(self.plan, buffers, transport, agreement.message_bytes)
+        self._constants: Stream | None = None
+        if constants is not None:
+            plan = constants.plan(self.plan.members, self.num_senders)
+            self._constants = Stream(plan, constants.moved, transport, agreement.message_bytes)
         self.bounds = (0, 0)
         self.deltas: DeltaExchange | None = None
         if agreement.deltas:
-            self.deltas = DeltaExchange(self.plan, buffers, transport, agreement.message_numel)
+            self.deltas = DeltaExchange(self.plan, buffers, transport, self._weights.message_numel)
         self._base = NO_BASE  # the number of the last transfer, if what it brought is here, or kept here as it was sent
 
     @property
     def scratch(self) -> MemoryBuffer:
         """Memory that a transfer takes next to the weights while it runs."""
-        return self._exchange.scratch
+        return self._weights.exchange.scratch
 
-    def transfer(self, version: int = 0) -> Transfer:
-        """Move the weights. version: that of a training rank; a rollout rank's is ignored.
+    def transfer(self, version: int = 0, with_constants: bool = False) -> Transfer:
+        """Move the weights. version: that of a training rank; a rollout rank's is ignored. with_constants: the
+        constants move, too; they do if one rank says so.
 
         Raises MixedVersionsError on all ranks alike if training's ranks send different versions, and BrokenBridgeError
         if messages fail (see `or_leave`).
         """
-        return or_leave(self.transport, "a transfer of weights broke", lambda: self._transfer(version))
+        return or_leave(self.transport, "a transfer of weights broke", lambda: self._transfer(version, with_constants))
 
     def conclude(self, mine: Any) -> list[Any]:
         """Gather one value from every rank after its part of a transfer, by number; every rank must call.
@@ -236,10 +246,10 @@ class BridgeEnd:
         gather = self.transport.all_gather_object
         return or_leave(self.transport, "a transfer of weights broke", lambda: gather(mine))
 
-    def _transfer(self, version: int) -> Transfer:
+    def _transfer(self, version: int, with_constants: bool) -> Transfer:
         start = settled_seconds(self._device)
-        number = self._num_transfers
-        asked = torch.tensor([version, is_verified(number, self._verify_every), self._base], dtype=torch.int64)
+        number, every = self._num_transfers, self._verify_every
+        asked = torch.tensor([version, is_verified(number, every), self._base, with_constants], dtype=torch.int64)
         headers = torch.stack(self.transport.all_gather(asked))
         self._num_transfers, self._base = number + 1, NO_BASE
         versions = headers[: self.num_senders, 0].unique().tolist()
@@ -250,16 +260,24 @@ class BridgeEnd:
         if self.deltas is not None and number > 0 and headers[:, 2].eq(number - 1).all():
             changes = self.deltas.compare()
         self._move(changes)
+        beside = self._constants if headers[:, 3].any() else None
+        if beside is not None:
+            beside.run()
+            self.bounds = self.bounds[0] + beside.bounds[0], self.bounds[1] + beside.bounds[1]
         before_verify = settled_seconds(self._device)
-        if headers[:, 1].any():
-            self._verifier.verify()
+        is_asked = bool(headers[:, 1].any())
+        for stream in (self._weights, beside):
+            if stream is not None and (is_asked or not stream.was_compared):
+                stream.verify()
         after = settled_seconds(self._device)
         self._base = number
+        weights = self._weights
+        leaving_bytes = weights.whole_bytes if changes is None else changes.leaving_bytes
         return Transfer(
             version=versions[0],
-            model_bytes=self._model_bytes,
-            leaving_bytes=self._model_bytes if changes is None else changes.leaving_bytes,
-            changed_share=None if changes is None else changes.total * self._itemsize / self._model_bytes,
+            model_bytes=weights.whole_bytes,
+            leaving_bytes=leaving_bytes + (0 if beside is None else beside.whole_bytes),
+            changed_share=None if changes is None else changes.total * weights.itemsize / weights.whole_bytes,
             count_bytes=0 if changes is None or self.deltas is None else self.deltas.count_bytes,
             wait_seconds=before_exchange - start,
             exchange_seconds=before_verify - before_exchange,
@@ -272,9 +290,8 @@ class BridgeEnd:
             self.bounds = self.deltas.bound(changes)
             self.deltas.run(changes)
             return
-        mine, number = self.plan.plans[self.transport.number], self.transport.number
-        self.bounds = mine.numel_lacking * self._itemsize, self.plan.numel_over_network(number) * self._itemsize
-        self._exchange.run()
+        self.bounds = self._weights.bounds
+        self._weights.run()
         if self.deltas is not None and changes is None:
             self.deltas.remember()
 
@@ -286,6 +303,7 @@ class BridgeSender:
     the model. bucket_bytes: scratch memory of a transfer; the smallest value of all ranks is used. verify_every:
     compare checksums at the first transfer and at every Nth later one, 0: at the first only. A transfer is
     verified if either side asks for it. deltas: send only what changed, if the other ranks' are true, too.
+    constants: what every training rank has whole, filled before a `send` that moves it; receivers have the same names.
 
     Raises ValueError, on all ranks of both pools alike, if the sides do not fit each other or training's shards do not
     make up the model.
@@ -300,14 +318,15 @@ class BridgeSender:
         bucket_bytes: int,
         verify_every: int = 1,
         deltas: bool = False,
+        constants: Constants | None = None,
     ) -> None:
         dtype = own.buffers[0].dtype
         agreement = agree(
-            Offer(replace(own.member, wanted=None), True, dtype, bucket_bytes, digest(tensors), deltas),
+            Offer(replace(own.member, wanted=None), True, dtype, bucket_bytes, digest(tensors, constants), deltas),
             tensors,
             transport,
         )
-        self._end = BridgeEnd(agreement, dict(enumerate(own.buffers)), transport, verify_every)
+        self._end = BridgeEnd(agreement, dict(enumerate(own.buffers)), transport, verify_every, constants)
 
     @property
     def scratch(self) -> MemoryBuffer:
@@ -323,14 +342,16 @@ class BridgeSender:
         """Leave the group; ranks that still wait for this one fail."""
         self._end.transport.close()
 
-    def send(self, version: int) -> SendReport:
+    def send(self, version: int, with_constants: bool = False) -> SendReport:
         """Send the current weights, the same `version` on every training rank; they must not change meanwhile.
 
+        with_constants: send those, too; once they differ from the folder's, with every version, because receivers that
+        join later begin with the folder's.
         Raises WeightMismatchError on all ranks of both pools if a piece arrived wrong on any, and BrokenBridgeError on
         some ranks if one was lost; others may have finished.
         """
         before = self._end.transport.sent_to.total()
-        transfer = self._end.transfer(version)
+        transfer = self._end.transfer(version, with_constants)
         return SendReport(**vars(transfer), bytes_sent=self._end.transport.sent_to.total() - before)
 
     def conclude(self) -> list[Any]:
@@ -345,7 +366,7 @@ class BridgeReceiver:
 
     place: that of the shard. dtype: training's. tensors, bucket_bytes, verify_every, deltas and errors: see
     BridgeSender. second_buffer: receive into another buffer of the same layout; generation reads the old weights until
-    `swap`, which copies them, so that this buffer always holds what arrived last.
+    `swap`, which copies them, so that this buffer always holds what arrived last. constants: with a second buffer, too.
 
     Attributes: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
     version: the version of those weights; None before the first, and without a second buffer after a failed transfer.
@@ -363,7 +384,9 @@ class BridgeReceiver:
         verify_every: int = 1,
         second_buffer: bool = False,
         deltas: bool = False,
+        constants: Constants | None = None,
     ) -> None:
+        self.constants = constants
         self._tensors, self._dtype, self._bucket_bytes = tensors, dtype, bucket_bytes
         self._verify_every, self._deltas = verify_every, deltas
         mine = receiving_slots(tensors, place)
@@ -406,12 +429,13 @@ class BridgeReceiver:
         """
         self.close()
         self.arrived = None
-        offer = Offer(member, False, self._dtype, self._bucket_bytes, digest(self._tensors), self._deltas)
+        model = digest(self._tensors, self.constants)
+        offer = Offer(member, False, self._dtype, self._bucket_bytes, model, self._deltas)
         agreement = agree(offer, self._tensors, transport)
         if agreement.plan.plans[transport.number].slots != self._slots:
             raise ValueError(f"{member.name} would receive another shard than the one that it has room for")
         target = self._flat if self._arriving is None else self._arriving
-        self._joined = BridgeEnd(agreement, {FOREIGN: target}, transport, self._verify_every)
+        self._joined = BridgeEnd(agreement, {FOREIGN: target}, transport, self._verify_every, self.constants)
 
     def receive(self) -> ReceiveReport:
         """Take the weights that training sends. Raises WeightMismatchError on all ranks alike if one is wrong, and
@@ -450,6 +474,8 @@ class BridgeReceiver:
         if self._arriving is None or self.arrived is None:
             raise RuntimeError("no weights have arrived in a second buffer")
         self._flat.copy_(self._arriving)
+        if self.constants is not None:
+            self.constants.swap()
         self.version, self.arrived = self.arrived, None
 
     @property

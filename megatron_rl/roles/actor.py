@@ -33,6 +33,7 @@ from megatron_rl.roles.teacher import num_compared
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
+    from megatron_rl.hybrid_engine.streams import Constants
     from megatron_rl.roles.distillation_terms import Distillation
     from megatron_rl.roles.merged_shards import MergedShards
     from megatron_rl.roles.mtp_training import MTPTraining
@@ -74,6 +75,7 @@ class Actor(TrainedRole):
         # still use.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
+        self.sent_constants: Constants | None = None  # the biases of experts, as a weight transfer sends them
         self.merged: MergedShards | None = None  # what a weight transfer sends where adapters are merged
 
     def memory(self) -> dict[str, int]:
@@ -186,6 +188,7 @@ class Actor(TrainedRole):
 
     def _join(self, address: BridgeAddress) -> None:
         from megatron_rl.hybrid_engine.bridge import BridgeSender
+        from megatron_rl.hybrid_engine.streams import Constants
         from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.flat_parameters import flat_parameters
         from megatron_rl.roles.merged_shards import MergedShards
@@ -198,6 +201,8 @@ class Actor(TrainedRole):
             self.merged.release()
         else:
             flat = flat_parameters(view, self.rank.groups, source.place, None, self.rank.node)
+        if self.checkpoint.bias is not None:
+            self.sent_constants = Constants(self.checkpoint.bias.described, self.rank.device.torch_device)
         self.sender = BridgeSender(
             flat,
             tensors_of(view.specs),
@@ -205,6 +210,7 @@ class Actor(TrainedRole):
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
             deltas=rollout.weight_deltas,
+            constants=self.sent_constants,
         )
         del self.bridge_stores[:-1]
 
@@ -249,13 +255,12 @@ class Actor(TrainedRole):
     def _send(self, version: int) -> SendReport:
         if self.sender is None:
             raise RuntimeError("the weight transfer is not connected: call join_bridge() first")
-        if self.checkpoint.bias is not None and self.checkpoint.bias.has_moved:
-            raise ConfigError(
-                "the checkpoint has other expert biases than the model folder, and rollout pools receive only weights: "
-                "start from an export of the checkpoint, or generate in the actor's pool"
-            )
+        bias, constants = self.checkpoint.bias, self.sent_constants
+        with_constants = bias is not None and bias.has_moved
+        if bias is not None and constants is not None and with_constants:
+            constants.fill(bias.whole())
         with nullcontext() if self.merged is None else self.merged.renewed():
-            return self.sender.send(version)
+            return self.sender.send(version, with_constants)
 
     def compute_gradients(self, batch: Batch, pretraining: ExtraBatch[Batch] | None = None) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.saved_tensors import BIAS, checkpoint_key
 from megatron_rl.checkpoint.sharded_state import FlatRun
-from megatron_rl.model.families import Constant, ParamSpec
+from megatron_rl.model.families import CORRECTION, Constant, ParamSpec
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
@@ -25,11 +25,22 @@ def moved(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     return bias + rate * (counts.sum() - counts * len(counts)).sign()
 
 
+def biases_of(constants: Mapping[str, Constant]) -> dict[str, Constant]:
+    """The biases of experts among a model's constants, by global Megatron names."""
+    return {name: constant for name, constant in constants.items() if name.endswith(CORRECTION)}
+
+
+def described_biases(constants: Mapping[str, Constant]) -> dict[str, LogicalTensor]:
+    """Biases by the folder's names, as every rank has them: whole."""
+    segments = {bias.name: Segment("all", bias.shape, 1) for bias in constants.values()}
+    return {name: LogicalTensor(name, (segment,), None) for name, segment in segments.items()}
+
+
 class ExpertBias:
     """The biases of this rank's layers. All ranks must build it, and call `whole` together.
 
     buffers: of this rank's chunks. constants: the folder's biases of all layers, in their order. Both by global
-    Megatron names. has_moved: the biases differ from the folder's.
+    Megatron names. described: `described_biases`. has_moved: the biases differ from the folder's.
     """
 
     def __init__(
@@ -40,6 +51,7 @@ class ExpertBias:
         device: torch.device,
     ) -> None:
         self._own = {name: buffers[name] for name in constants if name in buffers}
+        self.described = described_biases(constants)
         self._constants, self._groups, self._device = constants, groups, device
         self.has_moved = False
 
@@ -65,10 +77,8 @@ class ExpertBias:
     @property
     def specs(self) -> dict[str, ParamSpec]:
         """Specs of the saved biases: one whole tensor each."""
-        return {
-            name: ParamSpec(LogicalTensor(bias.name, (Segment("all", bias.shape, 1),), None), (bias.name,))
-            for name, bias in self._constants.items()
-        }
+        named = {name: bias.name for name, bias in self._constants.items()}
+        return {name: ParamSpec(self.described[bias], (bias,)) for name, bias in named.items()}
 
     def runs(self) -> Iterator[FlatRun]:
         """Runs of this rank's layers."""

@@ -15,11 +15,13 @@ from megatron_rl.hybrid_engine.allgather_pp import Bytes
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BrokenBridgeError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.streams import Constants
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress, BridgeCalls, join_bridge
+from megatron_rl.roles.expert_bias import biases_of, described_biases
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -246,9 +248,12 @@ def received_weights(
     bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
     """Memory for the rollout shard that will come by a weight transfer. Adapters that are not merged come alone; the
-    base is read from its folder then.
+    base is read from its folder then. The biases of experts are undefined until they are filled.
     """
     place, dtype = grid.place(rank.groups.rank, VOCAB_PADDING), torch_dtype(spec.megatron.dtype)
+    constants = None
+    if biases := biases_of(source.model.constants):
+        constants = Constants(described_biases(biases), rank.device.torch_device, bridge.second_buffer)
     receiver = BridgeReceiver(
         place,
         tensors_of(source.adapter_specs if spec.lora.crosses_alone else source.model.specs),
@@ -258,6 +263,7 @@ def received_weights(
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
         deltas=spec.settings.weight_deltas,
+        constants=constants,
     )
     base = base_shard(source, place, dtype, rank.device.torch_device) if spec.lora.crosses_alone else None
     return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica, base)

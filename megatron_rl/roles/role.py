@@ -107,15 +107,13 @@ class TrainedRole(Role):
 
     def _watch_experts(self, rank: Rank) -> None:
         """Put taps into the routers where the options ask for balance, and find the biases of experts."""
-        from megatron_rl.model.families import CORRECTION
         from megatron_rl.roles.expert_balance import ExpertBalance
-        from megatron_rl.roles.expert_bias import ExpertBias
+        from megatron_rl.roles.expert_bias import ExpertBias, biases_of
         from megatron_rl.roles.expert_routing import ExpertRouting
         from megatron_rl.roles.model_source import named_buffers
 
         models, device, model = self.trainable.models, rank.device.torch_device, self.source.model
-        biases = {name: own for name, own in model.constants.items() if name.endswith(CORRECTION)}
-        if biases:
+        if biases := biases_of(model.constants):
             self.checkpoint.bias = ExpertBias(named_buffers(models), biases, rank.groups, device)
         options = self.spec.megatron.override_transformer_config
         rate = options.bias_update_rate

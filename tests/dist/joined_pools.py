@@ -112,12 +112,19 @@ def killed_after(transport: Transport, num_messages: int) -> None:
 class TrainingRank:
     """A training rank of `pools` with real flat buffers."""
 
-    def __init__(self, pools: Pools, transport: Transport, bucket_bytes: int, verify_every: int = 1) -> None:
+    def __init__(
+        self, pools: Pools, transport: Transport, bucket_bytes: int, verify_every: int = 1, constants=None
+    ) -> None:
         senders, _, self.tensors = pools.members()
         self.pools, self.member = pools, senders[transport.number]
         self.buffers = self._filled(seed=0)
         own = FlatParameters(tuple(self.buffers[number] for number in range(len(self.buffers))), self.member)
-        options = {"bucket_bytes": bucket_bytes, "verify_every": verify_every, "deltas": pools.deltas}
+        options = {
+            "bucket_bytes": bucket_bytes,
+            "verify_every": verify_every,
+            "deltas": pools.deltas,
+            "constants": constants,
+        }
         self.end = BridgeSender(own, self.tensors, transport, **options)
 
     def update(self, seed: int) -> None:
@@ -139,6 +146,7 @@ class RolloutRank:
         bucket_bytes: int,
         verify_every: int = 1,
         second_buffer: bool = False,
+        constants=None,
     ) -> None:
         senders, receivers, self.tensors = pools.members()
         self.pools, self.member = pools, receivers[transport.number - len(senders)]
@@ -148,6 +156,7 @@ class RolloutRank:
             verify_every=verify_every,
             second_buffer=second_buffer,
             deltas=pools.deltas,
+            constants=constants,
         )
         self.end.join(self.member, transport)
 

@@ -22,11 +22,12 @@ from ranks import common_store, fork_server, meeting_place, run_ranks
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine import bridge_plan, schedule
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver
+from megatron_rl.hybrid_engine.streams import Constants
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 from megatron_rl.hybrid_engine.verify import WeightMismatchError
 from megatron_rl.model.families import ModelShape
 from megatron_rl.parallel.rank_grid import TrainGrid
-from megatron_rl.parallel.sharding import shard_of
+from megatron_rl.parallel.sharding import LogicalTensor, Segment, shard_of
 from megatron_rl.parallel.stages import StagePlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -181,6 +182,47 @@ def mixed_versions_rank(pools: Pools) -> str:
     with pytest.raises(RuntimeError) as raised:
         transfer()
     return str(raised.value)
+
+
+def constants_rank(pools: Pools) -> list[tuple]:
+    """Of each transfer: (bytes at their bound, bytes of constants, they wait for the swap, they are those sent)."""
+    transport, found = join(pools.train.world_size, 30), []
+    trains = transport.number < pools.train.world_size
+    described = {name: LogicalTensor(name, (Segment("all", (5,), 1),), None) for name in ("a", "b")}
+    constants = Constants(described, torch.device("cpu"), second_buffer=not trains)
+    rank = (TrainingRank if trains else partial(RolloutRank, second_buffer=True))(
+        pools, transport, BUCKET_BYTES, constants=constants
+    )
+    for version in range(4):
+        values = {name: torch.arange(5.0) + 10 * version * len(name) for name in described}
+        if trains:
+            constants.fill(values)
+            report = rank.end.send(version, with_constants=version in (1, 3))
+            found.append((report.leaving_bytes - (0 if version else report.model_bytes), report.bytes_sent))
+            continue
+        before = {name: tensor.clone() for name, tensor in constants.tensors.items()}
+        report = rank.end.receive()
+        waits = all(torch.equal(tensor, before[name]) for name, tensor in constants.tensors.items())
+        rank.end.swap()
+        is_new = all(torch.equal(tensor, values[name]) for name, tensor in constants.tensors.items())
+        found.append((report.bytes_received == report.lower_bound_bytes, report.bytes_received, waits, is_new))
+    return found
+
+
+def test_constants_travel_in_their_own_dtype_next_to_bfloat16_weights() -> None:
+    """Float32 where training says so, to the byte, into a second buffer, next to weights of which nothing changed.
+    Would not catch constants that differ on the training ranks, which `ExpertBias.whole` rules out.
+    """
+    pools = replace(CASES[-1], deltas=True)
+    ranks = run_ranks(pools.world_size, constants_rank, pools)
+    training, rollout = ranks[: pools.train.world_size], ranks[pools.train.world_size :]
+    for found in training:
+        assert [leaving for leaving, _ in found] == [0, 40, 0, 40]
+    assert [sum(found[number][1] for found in training) for number in (1, 2, 3)] == [40, 0, 40]
+    for found in rollout:
+        assert all(bound and waits for bound, _, waits, _ in found)
+        assert [received for _, received, _, _ in found[1:]] == [40, 0, 40]
+        assert [is_new for *_, is_new in found] == [False, True, False, True]
 
 
 def misfit_rank(pools: Pools) -> list[str]:

@@ -18,11 +18,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, ask, hugging_face_greedy, hugging_face_log_probs, prompts, tokens
+from safetensors.torch import load_file
 from sweeps import WEEKLY
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
-from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_glm4_moe, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe
 
 from megatron_rl.columns import ACTOR_UPDATE
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 NUM_ROWS = 8
+BIAS = "e_score_correction_bias"
 
 
 class Placed(NamedTuple):
@@ -56,6 +58,8 @@ class Placed(NamedTuple):
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+ROUTER = "override_transformer_config__moe_router_"
+BIASED = {f"{ROUTER}enable_expert_bias": True, f"{ROUTER}bias_update_rate": 0.3}
 PLAIN = {}
 
 
@@ -81,7 +85,7 @@ FIRST = [
     Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
 ]
 """`make test` has the first."""
-MORE = [*drawn(6, seed=7), Placed(save_gpt_oss, (1, 1, 2), EP2, 2, 1)]
+MORE = [*drawn(6, seed=7), Placed(save_gpt_oss, (1, 1, 2), EP2, 2, 1), Placed(save_glm4_moe, (1, 2, 1), BIASED, 1, 2)]
 FURTHER = [
     Placed(save_gpt_oss, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (2, 2, 1), {"sequence_parallel": True}, 1, 2),
@@ -181,7 +185,8 @@ def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
         answered = ask(rollout, prompts(), GREEDY)
         answers.append((tokens(answered), answered.flat("rollout_log_probs").clone()))
         rollout.exit()
-    return {"received": received, "answers": answers, "memory": host.owned_memory()}
+    constants = {name: tensor.clone() for name, tensor in rollout._constants.items()}
+    return {"received": received, "answers": answers, "memory": host.owned_memory(), "constants": constants}
 
 
 def one_rank(config, num_train: int, num_rollout: int, exported: Path, meeting: Path, flips: bool) -> dict:
@@ -231,19 +236,29 @@ def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, t
             answers, found = rank["answers"][number]
             assert answers == expected and (found - log_probs).abs().max() < 5e-5
         sent, received = [rank["sent"][number] for rank in training], [rank["received"][number] for rank in rollout]
-        assert sum(report.bytes_sent for report in sent) == sent[0].model_bytes == 4 * num_params(path)
+        beside = num_biases(path) if number and placed.more is BIASED else 0
+        assert sum(report.bytes_sent for report in sent) == sent[0].leaving_bytes == 4 * (num_params(path) + beside)
         assert [report.bytes_received for report in received] == [report.lower_bound_bytes for report in received]
         assert min(report.bytes_received for report in received) > 0 and sent[0].version == number
     assert all(rank["memory"]["KV cache"] == 0 for rank in rollout)
+    trained = load_file(tmp_path / "exported" / "model.safetensors")
+    for rank in rollout:
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in rank["constants"].items())
+
+
+def num_biases(path: str) -> int:
+    """Elements of the biases of experts in a model folder; there are some."""
+    tensors = load_file(Path(path) / "model.safetensors")
+    biases = [tensor.numel() for name, tensor in tensors.items() if name.endswith(BIAS)]
+    assert biases
+    return sum(biases)
 
 
 def num_params(path: str) -> int:
     """Elements of a model folder, a tied matrix once and without what no update changes."""
-    from safetensors.torch import load_file
-
     tied = json.loads((Path(path) / "config.json").read_text())["tie_word_embeddings"]
     tensors = load_file(Path(path) / "model.safetensors")
-    left = ("e_score_correction_bias", "layer_scalar", *(["lm_head.weight"] if tied else []))
+    left = (BIAS, "layer_scalar", *(["lm_head.weight"] if tied else []))
     return sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(left))
 
 

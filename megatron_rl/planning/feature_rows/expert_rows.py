@@ -90,10 +90,7 @@ ROWS = (
         "biases that balance experts",
         {f"{ROLE}.{BIAS}": True},
         _moved_biases,
-        excludes=(
-            Relation("lora", "biases are part of the model that adapters leave as it is"),
-            Relation("own_pool", "only weights are sent to another pool, not the biases of routers"),
-        ),
+        excludes=(Relation("lora", "biases are part of the model that adapters leave as it is"),),
         of_model=(Requirement("experts that are chosen by scores and a bias", _no_bias),),
         in_tasks=True,
     ),
