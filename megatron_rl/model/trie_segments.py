@@ -126,8 +126,10 @@ class TrieSegments(ContextSegments):
         longest = {"max_seqlen_q": whole.max_seqlen_q, "max_seqlen_kv": whole.max_seqlen_kv}
         mine = cls(positions=whole.positions[columns], size=size, group=group, **longest)
         if how in (None, A2A):
-            order = torch.cat([zigzag_columns((num_columns,), size, other) for other in range(size)])
-            mine.order, mine.back, mine.shapes, mine.pieces = order, order.argsort(), whole.shapes, whole.pieces
+            if size > 1:  # one rank has all columns in order, of any number
+                mine.order = torch.cat([zigzag_columns((num_columns,), size, other) for other in range(size)])
+                mine.back = mine.order.argsort()
+            mine.shapes, mine.pieces = whole.shapes, whole.pieces
             mine.token_of_slot, mine.slot_of_token = whole.token_of_slot, whole.slot_of_token
             mine.prefix_slots, mine.prefix_tokens = whole.prefix_slots, whole.prefix_tokens
         if how != A2A:

@@ -136,18 +136,27 @@ class Pipeline:
         return math.lcm(segment_multiple(num_sharing), num_sharing * self._num_parts * tokens)
 
     def _own_packs(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None) -> list[MicroBatch]:
-        """This rank's part of the plan that all ranks of its context-parallel group make."""
+        """This rank's part of the plan that all ranks of its context-parallel group make.
+
+        A trie is cut as one sequence is: rows that share tokens count as one sequence, of as many tokens as nodes.
+        """
         grid = self.groups.grid
         lengths = lengths_in_blocks(batch, segment_multiple(grid.cp_size) if "conversation_starts" in batch else 1)
         assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
-        plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing, sizes)
+        work, bundles = cut.work(lengths), [[row] for row in range(len(lengths))]
+        if cut.as_tree and sizes is None:
+            nodes, order = self._nodes(batch)
+            bundles = tree_plan(nodes, order, cut.max_tokens, grid.cp_size)
+            work = [sum(work[row] for row in rows) for rows in bundles]
+            lengths = [len(np.unique(np.concatenate([nodes[row] for row in rows]))) for rows in bundles]
+        plan = plan_packs(lengths, work, cut.max_tokens, grid.cp_size, grid.most_sharing, sizes)
         alone = math.lcm(2, self._columns_multiple(1, [1]))
         with_tokens, mine, blocks = self.routing is not None, plan.of_rank(self.groups.cp_rank), []
         for size, packs in groupby(mine, key=lambda one: one.size):
             # Any row does for what an idle pass is made of.
-            parts, per_segment = [list(one.rows) or [0] for one in packs], segment_multiple(size)
-            multiple = self._columns_multiple(size, [1])
-            blocks += micro_batches(batch, parts, True, multiple, None, per_segment, with_tokens)
+            parts = [[row for number in one.rows or (0,) for row in bundles[number]] for one in packs]
+            options = (self._columns_multiple(size, [1]), None, segment_multiple(size), with_tokens, cut.as_tree)
+            blocks += micro_batches(batch, parts, True, *options)
         blocks = [
             replace(block, num_sharing=one.size, is_reported=one.first == self.groups.cp_rank)
             if one.rows

@@ -166,6 +166,8 @@ def all_cuts(make: Callable[[], Batch], cuts: dict[str, MicroBatching], config) 
     mine = whole[torch.arange(len(whole)).tensor_split(where.dp_size)[where.dp_rank]]
     # Ranks of a context-parallel group have parts of the optimizer, too.
     group = worker.groups.dp_group if worker.groups.grid.cp_size == 1 else None
+    if worker.groups.grid.most_sharing is not None:  # all replicas of a stage, of which passes choose some
+        group = worker.groups.cp_group
     found = {}
     for name, cut in cuts.items():
         actor.cut = actor.score_cut = critic.cut = critic.score_cut = cut

@@ -9,10 +9,11 @@ import torch
 from ranks import run_ranks
 from sweeps import often
 from test_router_replay import random_choices
-from test_sampled_holes import all_cuts, check_layout, filled, plain_gradients
+from test_sampled_holes import all_cuts, check_layout, filled, gradients_of, plain_gradients
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
+from tiny_qwen3_5 import save_qwen3_5
 
-from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, SCORING
 from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.experience.prefix_tree import prefix_tree
 from megatron_rl.model.cascade_plan import SharedPiece
@@ -42,6 +43,20 @@ LAYOUTS |= {
     f"CP2 by {how}": ((2, 1, 1), CP2 | {f"{MEGATRON}__override_transformer_config__cp_comm_type": how})
     for how in ("p2p", "all_gather", "a2a")
 }
+CHOSEN = {f"{MEGATRON}__dynamic_context_parallel": True} | {
+    f"{role}__{key}": value
+    for role in ROLES
+    for key, value in (("use_dynamic_bsz", True), ("ppo_max_token_len_per_gpu", 16))
+}
+UP_TO = {
+    "up to CP4": ((4, 1, 1), {f"{role}__megatron__context_parallel_size": 4 for role in ROLES} | CHOSEN),
+    "up to CP2 of 4 ranks, a2a": (
+        (4, 1, 1),
+        CP2 | CHOSEN | {f"{MEGATRON}__override_transformer_config__cp_comm_type": "a2a"},
+    ),
+    "PP2 in two chunks, up to CP2": ((4, 1, 2), CP2 | CHOSEN | IN_CHUNKS),
+}
+"""Layouts whose passes choose how many ranks share them."""
 CUTS = {
     "all": MicroBatching(12, as_tree=True),
     "three rows": MicroBatching(3, as_tree=True),
@@ -111,6 +126,45 @@ def with_blocks(make, cuts: dict[str, MicroBatching], config) -> dict[str, dict]
 def test_a_trie_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> None:
     """Within 1e-5, by rows and by nodes, prefixes of both kinds. Would not catch a column that no loss here reads."""
     check_layout(*LAYOUTS[layout], model_path, plain, CUTS, with_blocks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", UP_TO)
+def test_ranks_that_choose_who_shares_a_trie(layout: str, model_path: str, plain: tuple) -> None:
+    """Within 1e-5; the longest row needs two ranks. Would not catch tries that are cut into more passes than needed."""
+    cuts = {f"{tokens} tokens": MicroBatching(1, tokens, as_tree=True) for tokens in (20, 48)}
+    check_layout(*UP_TO[layout], model_path, plain, cuts)
+
+
+def gradients_of_rows(on_gpus: bool, cut: MicroBatching, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and gradients of rows. on_gpus: as if no device met a prompt of several rows once."""
+    from megatron_rl.roles.host import RankHost
+
+    with pytest.MonkeyPatch.context() as patch:
+        if on_gpus:
+            patch.setattr(pipeline, "shares_prompts", lambda device: False)
+        worker = RankHost(config)
+        worker.build("actor")
+        actor, batch = worker.roles["actor"], rows_that_branch(True)
+        actor.cut = actor.score_cut = cut
+        scores = actor.log_probs(batch.read_by(SCORING)).flat("old_log_probs")
+        batch = filled(batch, torch.full((int(batch.num_sampled.sum()),), -4.0))
+        gradients = gradients_of(actor, batch.read_by(ACTOR_UPDATE), None)["gradients"]
+    return scores, torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+@pytest.mark.exhaustive
+def test_layers_with_states(tmp_path) -> None:
+    """Log-probs and gradients of the gated delta rule in a trie within 1e-5 of those of one row after another: on one
+    rank, as on GPUs, and on two. Would not catch an error of rows apart.
+    """
+    path = save_qwen3_5(tmp_path, linear_num_key_heads=4, linear_num_value_heads=8)
+    (expected,) = run_ranks(1, partial(gradients_of_rows, False, MicroBatching(1)), run_config(path, 1, 1))
+    tree = MicroBatching(12, 24, as_tree=True)
+    for ranks, on_gpus, keys in ((1, False, {}), (1, True, {}), (2, False, CP2), (2, False, CP2 | CHOSEN)):
+        for found in run_ranks(ranks, partial(gradients_of_rows, on_gpus, tree), run_config(path, 1, 1, **keys)):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max()), (ranks, on_gpus, keys)
 
 
 def without_slots(make, cuts: dict[str, MicroBatching], config) -> dict[str, dict]:

@@ -208,7 +208,6 @@ ROWS = (
                 gives_up=True,
             ),
         ),
-        excludes=(Relation("prefix_tree", "the columns of a trie are cut over all ranks alike"),),
         of_layout=(
             Requirement(
                 "use_remove_padding=true",
