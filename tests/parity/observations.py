@@ -180,7 +180,7 @@ class Generation:
     bound: float = 5e-5
     """Of the largest difference of log-probs."""
     least: float = 0.0
-    """What it is at least: above 0 where a dtype must show."""
+    """The smallest that any may be: above 0 where a dtype must show."""
     is_greedy: bool = True
     """Whether greedy answers are compared; rounding to bfloat16 changes them."""
     name: str = "generation"

@@ -1,4 +1,4 @@
-"""An actor that is updated, or comes from a checkpoint: what it generates, what it exports, and a checkpoint of it."""
+"""An actor after an update, or from a checkpoint: its greedy answers, its export, and a checkpoint of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a row of the table is made of: a scenario, an observation of it, and when it runs.
 
-A scenario is a model, the layout that cuts it, and keys. An observation runs it and compares what it sees with one
+A scenario is a model, the layout that cuts it, and keys. An observation runs it and compares its numbers with one
 process, or with transformers. Runs of one process are made once in a session for each model and its own keys.
 """
 
