@@ -25,8 +25,7 @@ def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> It
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is None or model.model is None:
         return
-    if not model.attention.own_linears:
-        yield from _block_problems(config, model)
+    yield from _block_problems(config, model)
 
 
 def _block_problems(config: RunConfig, model: ModelSizes) -> Iterable[Violation]:

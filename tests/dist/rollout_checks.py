@@ -73,7 +73,9 @@ def addresses(worker) -> dict[str, int]:
     runner = generator.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     found = {name: parameter.data_ptr() for name, parameter in runner.model.named_parameters()}
     layers = runner.vllm_config.compilation_config.static_forward_context
-    caches = {name: layer.kv_cache.data_ptr() for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    kept = {name: layer.kv_cache for name, layer in layers.items() if hasattr(layer, "kv_cache")}
+    each = {name: cache if isinstance(cache, list | tuple) else [cache] for name, cache in kept.items()}
+    caches = {f"{name} {number}": cache.data_ptr() for name, own in each.items() for number, cache in enumerate(own)}
     assert caches and 0 not in caches.values()
     return found | caches
 

@@ -23,8 +23,10 @@ from rollout_checks import (
     weights,
 )
 from safetensors.torch import load_file, save_file
+from tiny_gemma4 import save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
-from tiny_models import random_batch, save_llama, save_qwen2_moe, save_qwen3_moe
+from tiny_models import random_batch, save_deepseek_v3, save_llama, save_qwen2_moe, save_qwen3_moe
+from tiny_qwen3_5 import save_qwen3_5
 from transition_cases import EP2, ETP1, FOUR_KV_HEADS, MEGATRON, ROLLOUT, SP, Case
 
 from megatron_rl.columns import ACTOR_UPDATE
@@ -37,12 +39,21 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 BLOCK, NUM_ROUNDS = 32, 20
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 """Of gpt-oss: transposed, which square blocks do not see."""
-IN_EIGHT_BITS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+OF_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+OF_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")
+IN_EIGHT_BITS = tuple(
+    f".{name}.weight"
+    for name in (*(f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down")), *OF_LATENT, *OF_DELTA)
+)
+CODES = ("_proj.weight", "_with_mqa.weight", "_qkvz.weight", ".w13_weight", ".w2_weight")
+"""What vLLM's names of weights in 8 bits end with."""
 OPTIONS = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
 BF16 = OPTIONS | {f"{MEGATRON}dtype": "bfloat16"}
 # Heads and columns of experts in whole blocks on two ranks.
 WIDE = {"head_dim": 64, "moe_intermediate_size": 64}
 SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+LATENT = {"moe_intermediate_size": 64, "num_hidden_layers": 4}
+DELTA = {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 CASES = [
     Case("TP2PP2-TP2", 2, 2, 2, options=OPTIONS),
     Case("TP4-TP2", 4, 1, 2, model=FOUR_KV_HEADS | {"intermediate_size": 256}, options=OPTIONS),
@@ -59,6 +70,9 @@ CASES = [
         model={"head_dim": 64, "intermediate_size": 128},
         options=OPTIONS | SP,
     ),
+    Case("TP2PP2-TP1-latent", 2, 2, 1, save=save_deepseek_v3, model=LATENT, options=OPTIONS | SP),
+    Case("TP2PP2-TP1-delta", 2, 2, 1, save=save_qwen3_5, model=DELTA, options=OPTIONS),
+    Case("TP2PP2-TP1-wide", 2, 2, 1, save=save_gemma4_with_keys_for_values, options=OPTIONS),
     Case("TP1-TP1", 1, 1, 1, options=OPTIONS, lacks=False),
     Case("TP2PP2-TP1-bfloat16", 2, 2, 1, options=BF16),
 ]
@@ -255,7 +269,7 @@ def test_linears_are_codes_and_training_keeps_its_weights(run) -> None:
     for rank in ranks:
         assert rank["untouched"]
         for name, dtype in rank["types"].items():
-            is_code = name.endswith(("_proj.weight", ".w13_weight", ".w2_weight"))
+            is_code = name.endswith(CODES) and not name.endswith("kv_b_proj.weight")
             assert dtype == ("torch.float8_e4m3fn" if is_code else "torch.float32" if "scale_inv" in name else trained)
 
 

@@ -88,7 +88,7 @@ BOTH: dict[tuple[str, str], dict[str, object]] = {
 """What only the two together ask for; of a need, what turns the other feature off."""
 EXPERTS = {"router_replay_r2", "router_replay_r3", "returned_experts", "balance_loss", "router_z_loss", "expert_bias"}
 """Features of models with experts."""
-OF_DELTA = ("speculative_decoding", "shared_prompts", "fp8_rollouts")
+OF_DELTA = ("speculative_decoding", "shared_prompts")
 """What the gated delta rule does not have."""
 ELSEWHERE = {("following_reference", "live_reference")}
 """Pairs of tasks, which have a test of their own."""
@@ -178,7 +178,6 @@ def test_messages_of_the_table(base, tmp_path):
 @pytest.mark.parametrize(
     ("name", "device", "changes"),
     [
-        ("fp8_rollouts", "cpu", LATENT),
         ("context_parallel", "cpu", LATENT),
         ("transformer_engine", "cuda", LATENT),
         ("transformer_engine", "cuda", SINKS),

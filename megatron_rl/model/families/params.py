@@ -24,6 +24,8 @@ OWN_EIGHT_BIT_LINEARS = ("linear_down", "linear_q", "linear_q_up", "linear_kv_up
 """Those of latent attention and the gated delta rule. The latter's linear_ba, of a few columns, stays in the training
 dtype, as in Qwen's own FP8 folders."""
 EIGHT_BIT_STACKS = ("w13", "w2")
+KEPT_IN_ENGINE = ("linear_kv_up",)
+"""That of which vLLM's attention multiplies with two parts in the training dtype: generation never reads its codes."""
 
 
 def is_in_eight_bits(name: str) -> bool:
@@ -55,7 +57,8 @@ def _is_stack(spec: ParamSpec) -> bool:
 
 def _is_linear(name: str) -> bool:
     *_, linear, kind = name.split(".")
-    return kind == "weight" and linear in EIGHT_BIT_LINEARS
+    read = {*EIGHT_BIT_LINEARS, *OWN_EIGHT_BIT_LINEARS} - {*KEPT_IN_ENGINE}
+    return kind == "weight" and linear in read
 
 
 @lru_cache(maxsize=16)

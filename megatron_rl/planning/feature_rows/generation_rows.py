@@ -15,12 +15,6 @@ SPECULATIVE, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_facto
 COUNTED = "engine steps are counted, and the steps that draft tokens save depend on rounding"
 
 
-def _own_linears(run: RunFacts, use: Use) -> str:
-    model = run.model_of(run.policy)
-    own = "" if model is None or model.model is None else model.attention.own_linears
-    return f"the linear layers of {own} are this project's own, which vLLM does not read in FP8" if own else ""
-
-
 def _undrafted(run: RunFacts, use: Use) -> str:
     model = run.model_of(run.policy)
     name = "" if model is None or model.model is None else model.attention.undrafted
@@ -95,7 +89,6 @@ ROWS = (
             Relation("own_pool", "a weight transfer has one dtype, that of training"),
             Relation("dropped_weights", "training weights cannot be made again of FP8 weights", {DROP: False}),
         ),
-        of_model=(Requirement("Megatron's own linear layers", _own_linears),),
         refused_unproven=True,
     ),
     Feature(
