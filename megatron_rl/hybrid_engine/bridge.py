@@ -26,8 +26,8 @@ new senders; a remaining receiver keeps its memory and joins again.
 With `deltas` at all ends only what changed since the last transfer travels (`delta_exchange.py`), if that was over this
 group and ended well on all ranks, and else everything. So everything travels first, after joining, and after an error.
 
-A transfer is a list of streams (`streams.py`): the weights, and constants of another dtype in the transfers for which
-training says that they differ from those of the folder.
+A transfer is a list of streams (`streams.py`): the weights, and constants of another dtype in the transfers that
+training marks, once they differ from those of the folder.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class BridgeEnd:
 
     def transfer(self, version: int = 0, with_constants: bool = False) -> Transfer:
         """Move the weights. version: that of a training rank; a rollout rank's is ignored. with_constants: the
-        constants move, too; they do if one rank says so.
+        constants move, too; they do if it is true on one rank.
 
         Raises MixedVersionsError on all ranks alike if training's ranks send different versions, and BrokenBridgeError
         if messages fail (see `or_leave`).
@@ -303,7 +303,7 @@ class BridgeSender:
     the model. bucket_bytes: scratch memory of a transfer; the smallest value of all ranks is used. verify_every:
     compare checksums at the first transfer and at every Nth later one, 0: at the first only. A transfer is
     verified if either side asks for it. deltas: send only what changed, if the other ranks' are true, too.
-    constants: what every training rank has whole, filled before a `send` that moves it; receivers have the same names.
+    constants: whole on every training rank, filled before a `send` that moves them; receivers have the same names.
 
     Raises ValueError, on all ranks of both pools alike, if the sides do not fit each other or training's shards do not
     make up the model.

@@ -56,8 +56,8 @@ class Stream:
 class Constants:
     """Float32 tensors that every rank of both pools has whole, in one buffer that never moves: biases of experts.
 
-    described: by name. tensors: name -> view of what generation reads. second_buffer: what arrives is read only after
-    `swap`. moved: what a stream moves, by the number of its buffer.
+    described: by name. tensors: name -> view that generation reads. second_buffer: arriving values are read only after
+    `swap`. moved: the buffer of a stream, by its number.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -216,6 +217,11 @@ class ReceivedWeights:
     def version(self) -> int | None:
         """Version of the weights that generation reads; None before the first, and after a transfer into them broke."""
         return self.receiver.version
+
+    def fill_constants(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy the folder's values to the constants that transfers may change; returns those, by name."""
+        constants = self.receiver.constants
+        return {} if constants is None else constants.fill(values)
 
     def memory(self) -> dict[str, int]:
         """The shard, and the second buffer."""

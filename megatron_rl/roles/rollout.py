@@ -83,8 +83,7 @@ class Rollout(Role):
                 self.weights.gather()
             else:
                 self.weights = received_weights(bridge, spec, rank, source, grid)
-                if self.weights.receiver.constants is not None:
-                    self._constants |= self.weights.receiver.constants.fill(self._constants)
+                self._constants |= self.weights.fill_constants(self._constants)
             of_model, mtp = parted(self.weights.tensors, source, rank)
             self.generator = RolloutEngine(
                 model_path=spec.model_path,
