@@ -141,8 +141,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks of a weight transfer agree on. message_bytes: of the longest message. deltas: whether only
-    what changed travels.
+    """Facts that all ranks of a weight transfer agree on. message_bytes: size of the longest message. deltas: whether
+    only what changed travels.
     """
 
     plan: ExchangePlan

@@ -27,7 +27,7 @@ WHOLE = Place(tp_rank=0, tp_size=1, vocab_multiple=1)
 class Stream:
     """One stream on one rank, bound to its buffers, which never move.
 
-    message_bytes: of the longest message. bounds: the least bytes that this rank can receive if everything moves: in
+    message_bytes: size of the longest message. bounds: least bytes that this rank can receive if everything moves: in
     all, and of these from other nodes. whole_bytes: what all senders together send then. was_compared: whether `verify`
     was called; the first time that a stream moves it always is.
     """

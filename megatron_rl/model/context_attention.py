@@ -17,7 +17,7 @@ Legend: t tokens of this rank, N query heads and K key/value heads of this TP ra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +27,18 @@ from torch import Tensor
 
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, bucketed, varlen
-from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward, boundaries_of
+from megatron_rl.model.block_attention import (
+    PLAIN,
+    AttentionKind,
+    Facing,
+    Merged,
+    Pieces,
+    Places,
+    block_backward,
+    block_forward,
+    boundaries_of,
+    sink_gradient,
+)
 from megatron_rl.model.key_exchange import Alone, Gathered, KeyExchange, Ring, to_heads, to_own_tokens
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
@@ -55,6 +66,8 @@ class ContextSegments(Segments):
     and of their first chunks, or second ones, alone; first_chunks, second_chunks: int64 [t / 2], the tokens of these.
     For heads: the tensors of `Segments`, of the whole segments; order: int64 [C * t], positions in the whole segments
     of the tokens of all ranks, rank after rank; back: its inverse.
+
+    For windows: made_places, the positions of each rank's tokens on a device, as soon as they were asked for.
     """
 
     lengths: tuple[int, ...] = ()
@@ -66,6 +79,7 @@ class ContextSegments(Segments):
     second_chunks: Tensor | None = None
     order: Tensor | None = None
     back: Tensor | None = None
+    made_places: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
     def cut(
@@ -107,6 +121,22 @@ class ContextSegments(Segments):
         if source < rank:
             return [KeyBlock(self._earlier, None, self.first_chunks)]
         return [KeyBlock(self._later, self.second_chunks, None)]
+
+    def places_of(self, block: KeyBlock, rank: int, source: int, device: torch.device) -> Places:
+        """Return the positions of a block's queries on `rank` and of its keys from rank `source`, on a device."""
+        of_queries, of_keys = self._places_on(rank, device), self._places_on(source, device)
+        return Places(taken(of_queries, block.queries), taken(of_keys, block.keys))
+
+    def _places_on(self, rank: int, device: torch.device) -> Tensor:
+        if (rank, device) not in self.made_places:
+            self.made_places[rank, device] = self._places(rank).to(device)
+        return self.made_places[rank, device]
+
+    def _places(self, rank: int) -> Tensor:
+        """Positions in their sequences of the tokens of a rank, of all rows, int64."""
+        sizes = torch.tensor(self.lengths)
+        positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return positions[zigzag_columns(self.lengths, self.size, rank)]
 
     def _with_chunks(self) -> Self:
         chunks = torch.tensor(self._lengths_over(2 * self.size))
@@ -173,17 +203,28 @@ class ContextAttention(CausalAttention):
             return super().forward(query, key, value, attention_mask, packed_seq_params, **unused)
         query = query if self.growth == 1.0 else query * self.growth
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = context_attention(q, k, v, packed_seq_params, self.config.cp_comm_type)
+        kind = AttentionKind(self.soft_cap, self.window)
+        out = context_attention(q, k, v, packed_seq_params, self.config.cp_comm_type, kind, self.sinks)
         rows: Tensor = out.unflatten(0, (query.shape[1], query.shape[0]))
         return rows.transpose(0, 1).flatten(2)
 
 
-def context_attention(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, how: str) -> Tensor:
-    """query [t, N, D], key and value [t, K, D] -> [t, N, D]; how: one of `cp_comm_type`. All ranks must call."""
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: ContextSegments,
+    how: str,
+    kind: AttentionKind = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query [t, N, D], key and value [t, K, D] -> [t, N, D]; how: one of `cp_comm_type`. sinks: see `EagerAttention`.
+    All ranks must call.
+    """
     if how == A2A and segments.group is not None:
-        return head_wise(query, key, value, segments)
+        return head_wise(query, key, value, segments, kind, sinks)
     exchange = Alone() if segments.group is None else {P2P: Ring, ALL_GATHER: Gathered}[how](segments.group)
-    out: Tensor = BlockWise.apply(query, key, value, segments, exchange)
+    out: Tensor = BlockWise.apply(query, key, value, sinks, segments, exchange, kind)
     return out
 
 
@@ -192,30 +233,44 @@ class BlockWise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, exchange: KeyExchange
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        segments: ContextSegments,
+        exchange: KeyExchange,
+        kind: AttentionKind,
     ) -> Tensor:
         """See `context_attention`."""
         merged, rank = Merged(query), 0 if segments.group is None else segments.group.rank()
         for source, pair in exchange.blocks(torch.stack([key, value])):
-            for facing, queries, keys in segments.blocks(rank, source, query.device):
-                k, v = (taken(x, keys) for x in pair)
-                merged.add(*block_forward(taken(query, queries), k, v, facing), queries)
+            for block in segments.blocks(rank, source, query.device):
+                k, v = (taken(x, block.keys) for x in pair)
+                places = segments.places_of(block, rank, source, query.device) if kind.window is not None else None
+                merged.add(*block_forward(taken(query, block.queries), k, v, block.facing, kind, places), block.queries)
+        if sinks is not None:
+            merged.join(sinks)
         out = merged.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, merged.log_sum)
-        ctx.segments, ctx.exchange, ctx.rank = segments, exchange, rank
+        ctx.save_for_backward(query, key, value, out, merged.log_sum, sinks)
+        ctx.segments, ctx.exchange, ctx.rank, ctx.kind = segments, exchange, rank, kind
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum = ctx.saved_tensors
+        query, key, value, out, log_sum, sinks = ctx.saved_tensors
         d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
 
         def gradients(source: int, pair: Tensor) -> Tensor:
             d_block = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
-            for facing, queries, keys in ctx.segments.blocks(ctx.rank, source, query.device):
+            for block in ctx.segments.blocks(ctx.rank, source, query.device):
+                facing, queries, keys = block
                 q, o, sums, d_out = (taken(x, queries) for x in (query, out, log_sum, grad))
                 k, v = (taken(x, keys) for x in pair)
-                of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing)
+                places = None
+                if ctx.kind.window is not None:
+                    places = ctx.segments.places_of(block, ctx.rank, source, query.device)
+                of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing, ctx.kind, places)
                 for total, of, part in zip(
                     (d_query, *d_block), (queries, keys, keys), (of_query, *of_pair), strict=True
                 ):
@@ -224,7 +279,8 @@ class BlockWise(torch.autograd.Function):
 
         d_pair = ctx.exchange.returned(torch.stack([key, value]), gradients)
         d_key, d_value = d_pair.to(key.dtype)
-        return d_query.to(query.dtype), d_key, d_value, None, None
+        d_sinks = None if sinks is None else sink_gradient(grad, out, log_sum, sinks)
+        return d_query.to(query.dtype), d_key, d_value, d_sinks, None, None, None
 
 
 def _add(total: Tensor, rows: Tensor | None, part: Tensor) -> None:
@@ -243,7 +299,14 @@ def taken(x: Tensor, rows: Tensor | None) -> Tensor:
 # Ulysses
 
 
-def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments) -> Tensor:
+def head_wise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: ContextSegments,
+    kind: AttentionKind = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention to whole segments with N / C of the heads. See `context_attention`; C must divide N.
 
     If there are fewer key/value heads than ranks, several ranks get the same head.
@@ -256,5 +319,9 @@ def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegmen
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     heads = to_heads((query, key, value), back, group).unflatten(1, (-1, query.shape[2]))
     q, k, v = heads.split([x.shape[1] // size for x in (query, key, value)], 1)
-    attend_segments = varlen if has_varlen_attention(query) else bucketed
-    return to_own_tokens(attend_segments(q, k, v, segments), order, group)
+    mine = None if sinks is None else sinks.chunk(size)[group.rank()]
+    if has_varlen_attention(query) and kind.soft_cap is None and mine is None:
+        out = varlen(q, k, v, segments, kind.window)
+    else:
+        out = bucketed(q, k, v, segments, kind.soft_cap, kind.window, mine)
+    return to_own_tokens(out, order, group)

@@ -118,7 +118,7 @@ class Rounding(NamedTuple):
 
 class KeptWeight:
     """A rounded weight, kept from the first product of a pass over micro-batches to the last, as transformer-engine
-    keeps it: where `is_stale` the next product rounds again. A recomputed product reads what the first one read.
+    keeps it: where `is_stale` the next product rounds again. A recomputed product reads the same.
     """
 
     def __init__(self, rounding: Rounding) -> None:

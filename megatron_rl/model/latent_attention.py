@@ -27,7 +27,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rl.device import has_varlen_attention
-from megatron_rl.model.attention import CausalAttention, RotaryTurn
+from megatron_rl.model.attention import RotaryTurn
+from megatron_rl.model.context_attention import ContextAttention, ContextSegments
 from megatron_rl.model.families import LatentAttention
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, turns_of
@@ -74,7 +75,7 @@ class LatentSelfAttention(MegatronModule):
             skip_bias_add=True,
             tp_group=self.tp_group,
         )
-        self.core_attention = CausalAttention(config, layer_number, AttnMaskType.causal, "self")
+        self.core_attention = ContextAttention(config, layer_number, AttnMaskType.causal, "self")
         parts = config.recompute_modules if config.recompute_granularity == "selective" else None
         self.makes_core_again = "core_attn" in (parts or ())
 
@@ -127,8 +128,11 @@ class LatentSelfAttention(MegatronModule):
         return copied
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None) -> Tensor:
-        """Causal attention, [S, B, N * value]. The CUDA kernel needs values as wide as keys, so they are padded."""
-        if segments is None or not has_varlen_attention(query):
+        """Causal attention, [S, B, N * value]. Values are padded to the width of keys for CUDA's kernel and for
+        exchanges of both between context-parallel ranks.
+        """
+        is_cut = isinstance(segments, ContextSegments)
+        if segments is None or not (is_cut or has_varlen_attention(query)):
             usual: Tensor = self.core_attention(query, key, value, None, packed_seq_params=segments)
             return usual
         wide = F.pad(value, (0, self.latent.query - self.latent.value))

@@ -83,7 +83,8 @@ class MTPLayer(MegatronModule):
 
     def keep_input(self, norm: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Keep the input of the model's last norm, [S', B, H], for the layer's own pass."""
-        self.unnormed = inputs[0].detach() if torch.is_grad_enabled() else None
+        is_trained = torch.is_grad_enabled() and self.eh_proj.weight.requires_grad
+        self.unnormed = inputs[0].detach() if is_trained else None
 
 
 def add_mtp_layer(chunks: list[GPTModel], model: Model, hf_config: PretrainedConfig) -> None:

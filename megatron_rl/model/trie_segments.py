@@ -96,11 +96,13 @@ class TrieSegments(ContextSegments):
     """The segments of a trie that a rank reads a part of, or all where `size` is 1.
 
     levels: for the block of keys from every rank, `levels_of` what this rank's queries see of it. made: these on a
-    device. For heads (`a2a`) the tensors are those of `ContextSegments`, of the whole trie.
+    device. depths: the positions of every rank's columns. For heads (`a2a`) the tensors are those of `ContextSegments`,
+    of the whole trie.
     """
 
     levels: tuple[list[list[Rectangle]], ...] = ()
     made: dict[tuple[int, torch.device], list[KeyBlock]] = field(default_factory=dict)
+    depths: tuple[Tensor, ...] = ()
 
     @classmethod
     def share_of(
@@ -136,9 +138,16 @@ class TrieSegments(ContextSegments):
             padded = torch.nn.functional.pad(counts, (0, len(lengths) - len(counts)))
             pieces, nodes = cut_prefixes(SlotPlan(lengths, padded, before), lambda piece: True)
             assert not len(nodes.before)
+            mine.depths = tuple(
+                whole.positions[torch.cat([torch.arange(*span) for span in chunk_ranges(num_columns, size, other)])]
+                for other in range(size)
+            )
             trie, spans = rectangles(nodes.lengths, pieces), [chunk_ranges(num_columns, size, x) for x in range(size)]
             mine.levels = tuple(levels_of(part_of(trie, spans[rank], spans[source])) for source in range(size))
         return mine
+
+    def _places(self, rank: int) -> Tensor:
+        return self.depths[rank]
 
     def blocks(self, rank: int, source: int, device: torch.device) -> list[KeyBlock]:
         """See `ContextSegments.blocks`; one for every level."""

@@ -50,8 +50,6 @@ class FamilyRow:
         lacks = {}
         if not any(layer.has_experts for layer in model.layers):
             lacks["EP"] = "it has no experts"
-        if whole := model.attention.not_cut:
-            lacks["CP"] = f"{whole}: not cut over context-parallel ranks"
         return cls(family.architecture, lacks, CHAT_FORMATS[family.architecture])
 
     def cells(self) -> list[str]:

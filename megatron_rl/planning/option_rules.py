@@ -84,13 +84,7 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
             {key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)}, wrong_name=True
         )
     cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
-    if (
-        how != "a2a"
-        or model is None
-        or model.attention.not_cut
-        or min(cp_size, tp_size) < 1
-        or model.num_attention_heads % tp_size
-    ):
+    if how != "a2a" or model is None or min(cp_size, tp_size) < 1 or model.num_attention_heads % tp_size:
         return
     heads = model.num_attention_heads // tp_size
     if heads % cp_size:

@@ -36,7 +36,9 @@ from layout_keys import (
 from observations import UPDATE, Update
 from scenarios import ALWAYS, LONG, Row, Scenario
 from sweeps import WEEKLY
-from tiny_models import save_qwen2, save_qwen3_moe
+from tiny_gemma4 import save_gemma4
+from tiny_gpt_oss import save_gpt_oss
+from tiny_models import save_deepseek_v3, save_gemma2, save_qwen2, save_qwen3_moe
 
 CP2_OF_TWO, CP2_OF_FOUR, CP4_OF_FOUR, TP2_CP2, PP2_CP2 = (2, 1, 1), (4, 1, 1), (4, 1, 1), (4, 2, 1), (4, 1, 2)
 # 17 tokens on each of two ranks: two or three of the sequences, of which the longest has 22 tokens, filled up to 24.
@@ -97,4 +99,23 @@ EXPERTS = (
         )
     ),
 )
-CONTEXT = (*DENSE, ONE_KEY_HEAD, *EXPERTS)
+# Kinds of attention: latent, sinks with windows, bounded products with windows, windows with normalised values. The
+# windows are shorter than the sequences.
+KINDS = tuple(
+    Row(Scenario(save, layout, ranks, sizes, keys, changes=changes), UPDATE, when)
+    for save, changes in (
+        (save_deepseek_v3, {}),
+        (save_gpt_oss, {"sliding_window": 5}),
+        (save_gemma2, {"sliding_window": 5}),
+        (save_gemma4, {"sliding_window": 5}),
+    )
+    for layout, ranks, sizes, keys, when in (
+        ("CP2, p2p", CP2_OF_TWO, CP2 | P2P, {}, LONG),
+        ("CP2, all_gather, padded, selective", CP2_OF_TWO, CP2 | ALL_GATHER, PADDED | CORE_AGAIN, LONG),
+        ("CP2, a2a", CP2_OF_TWO, CP2 | A2A, {}, LONG),
+        ("CP4, p2p, full", CP4_OF_FOUR, CP4 | P2P, TWO_LAYERS_AGAIN, WEEKLY),
+        ("up to CP2 of 4 ranks, p2p", CP2_OF_FOUR, CP2 | P2P | CHOOSES, limited(14), WEEKLY),
+        ("TP2, CP2, SP, p2p", TP2_CP2, CP2 | P2P | SP, {}, WEEKLY),
+    )
+)
+CONTEXT = (*DENSE, ONE_KEY_HEAD, *EXPERTS, *KINDS)

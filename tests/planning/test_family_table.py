@@ -69,8 +69,8 @@ def test_the_command_prints_a_row_for_each_family(monkeypatch, capsys):
     assert [cells["Qwen3ForCausalLM"][column] for column in CHAT_COLUMNS] == ["own", "<think>", "hermes"]
     assert [cells["Gemma2ForCausalLM"][column] for column in CHAT_COLUMNS] == ["append", "-", "-"]
     assert (cells["LlamaForCausalLM"]["EP"], cells["LlamaForCausalLM"]["CP"]) == ("no", "yes")
-    assert (cells["DeepseekV3ForCausalLM"]["EP"], cells["DeepseekV3ForCausalLM"]["CP"]) == ("yes", "no")
-    assert (cells["Gemma4ForCausalLM"]["EP"], cells["Gemma4ForCausalLM"]["CP"]) == ("no", "no")
+    assert (cells["DeepseekV3ForCausalLM"]["EP"], cells["DeepseekV3ForCausalLM"]["CP"]) == ("yes", "yes")
+    assert (cells["Gemma4ForCausalLM"]["EP"], cells["Gemma4ForCausalLM"]["CP"]) == ("no", "yes")
     assert any(line.startswith("    Gemma3n* needs ") for line in lines)
     told = json.loads(printed("--json"))
     assert {name: row["EP"] is True for name, row in told["families"].items()} == {

@@ -178,14 +178,11 @@ def test_messages_of_the_table(base, tmp_path):
 @pytest.mark.parametrize(
     ("name", "device", "changes"),
     [
-        ("context_parallel", "cpu", LATENT),
         ("transformer_engine", "cuda", LATENT),
         ("transformer_engine", "cuda", SINKS),
-        ("prefix_tree", "cuda", SINKS),
         ("router_replay_r3", "cpu", LATENT),
         ("shared_prompts", "cpu", LATENT),
         ("mtp_drafts", "cpu", {}),
-        ("context_parallel", "cpu", SINKS),
         *((name, "cpu", QWEN3_5) for name in OF_DELTA),
         ("transformer_engine", "cuda", QWEN3_5),
         *((name, "cpu", {}) for name in sorted(EXPERTS)),

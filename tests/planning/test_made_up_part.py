@@ -40,7 +40,6 @@ class RunningMean(AttentionPart):
 
     hidden: int
     block_sizes = {"cpu": 16, "cuda": 16}
-    not_cut = "a running mean"
     query_columns = 0
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
@@ -81,19 +80,19 @@ def kept_by_a_layer(config: Any) -> tuple[dict[str, int], int]:
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_rl.model.latent_attention import WholeLinear
     from megatron_rl.model.layer_specs import put_part
     from megatron_rl.roles.host import RankHost
+    from megatron_rl.model.whole_linear import WholeLinear
     from megatron_rl.roles.model_source import ModelSource, named_parameters
 
     class Mixer(MegatronModule):
-        def __init__(self, config: Any, **unused: Any) -> None:
+        def __init__(self, config: Any, pg_collection: Any, **unused: Any) -> None:
             super().__init__(config=config)
-            self.mix = WholeLinear(config, config.hidden_size, config.hidden_size)
+            self.mix = WholeLinear(config, config.hidden_size, config.hidden_size, pg_collection.tp)
 
         def forward(self, hidden: torch.Tensor, attention_mask: Any, **unused: Any) -> tuple[torch.Tensor, None]:
             counts = torch.arange(1, len(hidden) + 1, dtype=hidden.dtype)[:, None, None]
-            return self.mix(hidden.cumsum(0) / counts), None
+            return self.mix(hidden.cumsum(0) / counts)
 
     @put_part.register
     def put(part: RunningMean, layer: Any, config: Any, hf_config: Any) -> None:

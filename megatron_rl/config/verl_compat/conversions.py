@@ -118,7 +118,7 @@ MTP = "actor_rollout_ref.model.mtp"
 
 def mtp_factor(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """Whether the MTP layer is trained -> the weight of its loss, verl's own where none is given. A trained layer
-    drafts here, too, which changes no response.
+    makes draft tokens here, which change no response.
     """
     if value is not True:
         return "not asked for" if value in (None, False) else None

@@ -29,7 +29,6 @@ class GatedDelta(AttentionPart):
 
     recomputed_as = ""  # the rule is computed again in any case
     own_linears = undrafted = NAME
-    not_cut = ""
     block_sizes = BLOCK_SIZES
     engine_arguments: ClassVar[Mapping[str, object]] = {
         # The manager of one kind of cache has no states.

@@ -192,11 +192,6 @@ class GroupedAttention(AttentionPart):
         return 2 * self._kv_heads(tp_size) * self.head_size
 
     @property
-    def not_cut(self) -> str:
-        whole = self.is_whole and not self.value_norm
-        return "" if whole else "attention with windows, bounded products or normalised values"
-
-    @property
     def tp_divides(self) -> dict[str, int]:
         return {self.kv_heads_key: self.num_kv_heads}
 

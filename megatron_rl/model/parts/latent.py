@@ -31,7 +31,7 @@ class LatentAttention(AttentionPart):
     rotated part of a key is made from the hidden state, one for all heads.
     """
 
-    not_cut = own_linears = "latent attention"
+    own_linears = "latent attention"
     block_sizes = BLOCK_SIZES
     cpu_engine_arguments: ClassVar[Mapping[str, object]] = {
         # On CPUs with matrix tiles another backend would pack copies of the weights and drop the trainer's.
@@ -134,6 +134,11 @@ class LatentAttention(AttentionPart):
 
     def cached_elements(self, tp_size: int) -> int:
         return self.cached
+
+    def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
+        # Keys, and values that are padded to their width; gradients and this rank's output accumulate in float32.
+        q = self.num_heads // cut.tp_size * self.query
+        return block.tokens * q * (num_ranks * 2 * (cut.element + (FP32 if backward else 0)) + FP32)
 
     def engine_problem(self, device: str) -> tuple[str, str] | None:
         """On CUDA vLLM chooses a kernel by the GPU."""

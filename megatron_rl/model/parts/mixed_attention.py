@@ -52,10 +52,6 @@ class MixedAttention:
         return _listed(part.te_lacks for part in self.kinds)
 
     @property
-    def not_cut(self) -> str:
-        return _listed(part.not_cut for part in self.kinds)
-
-    @property
     def tp_divides(self) -> dict[str, int]:
         return {name: number for part in self.kinds for name, number in part.tp_divides.items()}
 

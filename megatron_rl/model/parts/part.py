@@ -155,11 +155,6 @@ class AttentionPart(LayerPart):
         """What transformer-engine's linear layers do not have for it, as "latent attention"; "" if nothing."""
         return self.own_linears
 
-    @property
-    @abstractmethod
-    def not_cut(self) -> str:
-        """Why CP cannot share a sequence, as "latent attention"; "" if it can."""
-
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         """Bytes of `num_ranks` context-parallel ranks' keys and values while a layer attends to them."""
         return 0.0

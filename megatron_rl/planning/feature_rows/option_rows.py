@@ -56,22 +56,10 @@ def _fp8(run: RunFacts) -> Iterator[Use]:
             yield Use({f"{role.key}.{FP8}": options.fp8}, {f"{role.key}.{FP8}": None} | emulates, role)
 
 
-def _not_cut(run: RunFacts, use: Use) -> str:
-    model = None if use.role is None else run.model_of(use.role)
-    whole = "" if model is None else model.attention.not_cut
-    return f"{whole} is not cut over context-parallel ranks" if whole else ""
-
-
 def _trees(run: RunFacts) -> Iterator[Use]:
     for role in run.roles:
         if any(spec.as_tree for spec in role.passes):
             yield Use({TREE: True}, {TREE: False}, role)
-
-
-def _not_cut_on_gpus(run: RunFacts, use: Use) -> str:
-    model = None if use.role is None or run.on_cpu else run.model_of(use.role)
-    whole = "" if model is None else model.attention.not_cut
-    return f"GPUs have no kernel for {whole} of rows in a trie" if whole else ""
 
 
 def _padded(use: Use) -> list[str]:
@@ -161,7 +149,6 @@ ROWS = (
         "context parallelism",
         {f"{ROLE}.{CP}": 2},
         of_roles(CP, 1, lambda size: size > 1),
-        of_model=(Requirement("attention that is cut over ranks", _not_cut),),
         in_tasks=True,
     ),
     Feature(
@@ -169,7 +156,6 @@ ROWS = (
         "rows that share prefixes in training",
         {TREE: True},
         _trees,
-        of_model=(Requirement("on GPUs: attention that is cut over ranks", _not_cut_on_gpus),),
         of_layout=(
             Requirement(
                 "use_remove_padding=true",

@@ -145,11 +145,9 @@ def expert_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 def context_axis(grid: Grid, room: Room) -> Iterator[Grid]:
     """Yield CP 1 first, then the sizes that divide the copies of the model and whose ranks share a node or fill nodes.
 
-    Attention that ranks cannot share (`AttentionPart.not_cut`) has none; `AttentionPart.cp_divides` has those of heads.
+    `AttentionPart.cp_divides` has heads that ranks share.
     """
     yield grid
-    if any(model.attention.not_cut for model in room.models):
-        return
     shared = [heads for model in room.models for heads in model.attention.cp_divides.values()]
     for cp in divisors(room.shape.num_ranks // (grid.tp * grid.pp))[1:]:
         across, node = grid.tp * cp, room.shape.per_node
