@@ -52,7 +52,7 @@ class GatedDelta(AttentionPart):
         return cls(settings["hidden_size"], keys, values, key, value, width, interleaved)
 
     @property
-    def key_columns(self) -> int:
+    def _key_columns(self) -> int:
         """Columns of all heads' keys."""
         return self.num_keys * self.key_size
 
@@ -64,7 +64,7 @@ class GatedDelta(AttentionPart):
     @property
     def channels(self) -> int:
         """Columns that the convolution passes: queries, keys and values."""
-        return 2 * self.key_columns + self.value_columns
+        return 2 * self._key_columns + self.value_columns
 
     @property
     def tp_divides(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class GatedDelta(AttentionPart):
 
     def _sections(self, names: str, *columns: int) -> tuple[Segment, ...]:
         """Segments of queries, keys, values and gates, by the letters q, k, v and z."""
-        keys, values = (self.key_columns, self.num_keys), (self.value_columns, self.num_values)
+        keys, values = (self._key_columns, self.num_keys), (self.value_columns, self.num_values)
         sizes = {"q": keys, "k": keys, "v": values, "z": values}
         return tuple(Segment(name, (sizes[name][0], *columns), sizes[name][1]) for name in names)
 
