@@ -81,8 +81,8 @@ def kept_by_a_layer(config: Any) -> tuple[dict[str, int], int]:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_rl.model.layer_specs import put_part
-    from megatron_rl.roles.host import RankHost
     from megatron_rl.model.whole_linear import WholeLinear
+    from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import ModelSource, named_parameters
 
     class Mixer(MegatronModule):
