@@ -23,6 +23,8 @@ BIAS = "expert_bias"
 """The kind of the experts' selection biases, saved once training has changed them."""
 REFERENCE_WEIGHT = "reference"
 """The kind of the reference's parameters, saved once they have moved to the policy's."""
+REFERENCE_BIAS = "reference_expert_bias"
+"""The kind of the reference's selection biases, saved once they have moved to the policy's."""
 OPTIMIZER_PREFIX = "optimizer.state."
 
 

@@ -40,7 +40,8 @@ class ExpertBias:
     """The biases of this rank's layers. All ranks must build it, and call `whole` together.
 
     buffers: of this rank's chunks. constants: the folder's biases of all layers, in their order. Both by global
-    Megatron names. described: `described_biases`. has_moved: the biases differ from the folder's.
+    Megatron names. kind: of its tensors in a checkpoint. described: `described_biases`. has_moved: the biases differ from
+    the folder's.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class ExpertBias:
         constants: Mapping[str, Constant],
         groups: TrainGroups,
         device: torch.device,
+        kind: str = BIAS,
     ) -> None:
         self._own = {name: buffers[name] for name in constants if name in buffers}
         self.described = described_biases(constants)
-        self._constants, self._groups, self._device = constants, groups, device
+        self._constants, self._groups, self._device, self._kind = constants, groups, device, kind
         self.has_moved = False
 
     @torch.no_grad()
@@ -63,6 +65,17 @@ class ExpertBias:
             if name in self._own:
                 bias = self._own[name]
                 bias.copy_(moved(bias, of_layer.to(bias.device), rate))
+
+    def of_copy(self, buffers: Mapping[str, Tensor], kind: str) -> ExpertBias:
+        """The biases of another copy of the model, cut in the same way. buffers, kind: as in the constructor."""
+        return ExpertBias(buffers, self._constants, self._groups, self._device, kind)
+
+    @torch.no_grad()
+    def follow(self, leader: ExpertBias, alpha: float) -> None:
+        """Become alpha * leader + (1 - alpha) * these biases. leader: of the same layers."""
+        self.has_moved = self.has_moved or leader.has_moved
+        for name, bias in self._own.items():
+            bias.lerp_(leader._own[name], alpha)
 
     def whole(self) -> dict[str, Tensor]:
         """Biases of every layer, float32 [E], by the folder's names, on this rank's device."""
@@ -83,7 +96,7 @@ class ExpertBias:
     def runs(self) -> Iterator[FlatRun]:
         """Runs of this rank's layers."""
         for name, bias in self._own.items():
-            yield FlatRun(name, BIAS, 0, bias)
+            yield FlatRun(name, self._kind, 0, bias)
 
     @property
     def writes(self) -> bool:
@@ -93,4 +106,4 @@ class ExpertBias:
 
     def is_in(self, names: Collection[str]) -> bool:
         """Whether a checkpoint with tensors of these names holds the biases."""
-        return all(checkpoint_key(spec, 0, BIAS) in names for spec in self.specs.values())
+        return all(checkpoint_key(spec, 0, self._kind) in names for spec in self.specs.values())

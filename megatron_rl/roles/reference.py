@@ -39,11 +39,18 @@ class Reference(FrozenRole):
 
     def _follow(self, policy: TrainedRole) -> None:
         """Become part of the policy's checkpoint, and able to move to the policy."""
-        from megatron_rl.roles.model_source import named_parameters
+        from megatron_rl.checkpoint.saved_tensors import REFERENCE_BIAS
+        from megatron_rl.model.families.mtp_params import MTP
+        from megatron_rl.roles.model_source import named_buffers, named_parameters
         from megatron_rl.roles.reference_refresh import ReferenceRefresh
 
-        ours, theirs = named_parameters(self.pipeline.chunks), named_parameters(policy.trainable.models)
-        self.following = ReferenceRefresh(ours, theirs, self.spec.settings.ref_model_mixup_alpha)
+        ours, every = named_parameters(self.pipeline.chunks), named_parameters(policy.trainable.models)
+        theirs = {name: tensor for name, tensor in every.items() if not name.startswith(MTP)}  # which is generation's
+        biases, leader = None, policy.checkpoint.bias
+        if leader is not None:
+            buffers = named_buffers(self.pipeline.chunks)
+            biases = leader.of_copy(buffers, REFERENCE_BIAS), leader
+        self.following = ReferenceRefresh(ours, theirs, self.spec.settings.ref_model_mixup_alpha, biases)
         policy.checkpoint.reference = self.following
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)

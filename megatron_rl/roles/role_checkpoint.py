@@ -80,8 +80,9 @@ class RoleCheckpoint:
         written = written_at(self.place, self.specs)
         runs = [run for run in self._owned_runs() if run.name in written]
         tensors = sharded_state(runs, self.specs, self.place)
-        if self.bias is not None and self.bias.has_moved and self.bias.writes:
-            tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
+        for bias in self._biases():
+            if bias.has_moved and bias.writes:
+                tensors |= sharded_state(bias.runs(), bias.specs, self.place)
         if self.reference is not None and self.reference.has_moved:
             tensors |= sharded_state(self.reference.runs_like(runs), self.specs, self.place)
         return tensors
@@ -96,9 +97,10 @@ class RoleCheckpoint:
         self.trainable.adam.create()
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
         tensors = sharded_state(runs, self.specs, self.place)
-        if self.bias is not None and self.bias.is_in(source.names):
-            tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
-            self.bias.has_moved = True
+        for bias in self._biases():
+            if bias.is_in(source.names):
+                tensors |= sharded_state(bias.runs(), bias.specs, self.place)
+                bias.has_moved = True
         if self.reference is not None and self.reference.is_in(source.names, self.specs):
             weights = self.reference.runs_like(self._weight_runs())
             tensors |= sharded_state(weights, self.specs, self.place)
@@ -114,6 +116,11 @@ class RoleCheckpoint:
         return RoleState(
             self.trainable.scheduler.num_steps, self.trainable.adam.step, scaling.scale, scaling.good_steps
         )
+
+    def _biases(self) -> list[ExpertBias]:
+        """Biases of the role's experts, and of those of a reference that follows it."""
+        every = [self.bias, None if self.reference is None else self.reference.bias]
+        return [bias for bias in every if bias is not None]
 
     def _weight_runs(self) -> Iterator[FlatRun]:
         for name, parameter in named_parameters(self.trainable.models).items():

@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 from task_cases import answer_batch, task_config
 from test_resumed_roles import start_saving
-from tiny_models import save_qwen3_moe
+from tiny_models import save_glm4_moe, save_qwen3_moe
 from updates import whole_weights
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
@@ -59,17 +59,22 @@ def refreshed(config, num_refreshes: int, source: Path | None = None, target: Pa
     def held(role: str) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights[role].items()}
 
+    def biases() -> dict[str, dict[str, torch.Tensor]]:
+        every = {"policy": policy.checkpoint.bias, "reference": policy.checkpoint.reference.bias}
+        return {name: bias.whole() for name, bias in every.items() if bias is not None}
+
     if source is not None:
         states = pickle.loads((source / "states.pickle").read_bytes())
         policy.checkpoint.load(source / "actor", states["actor"])
     rows = torch.arange(len(PROMPTS)).tensor_split(where.dp_size)[where.dp_rank]
     mine = answer_batch(PROMPTS, score_token=False)[rows]
-    mixed, alpha = [], config.actor_rollout_ref.ref.ref_model_mixup_alpha
+    mixed, moves, alpha = [], [biases()], config.actor_rollout_ref.ref.ref_model_mixup_alpha
     for _ in range(num_refreshes):
         worker.run("actor", "update_preferences", (mine, len(PROMPTS)), {})
         before, now = held("reference"), held("policy")
         worker.run("reference", "refresh", (), {})
         mixed += [torch.equal(weights["reference"][name], before[name].lerp(now[name], alpha)) for name in now]
+        moves.append(biases())
     if target is not None:
         assert start_saving(worker, target).finish(wait=True)
     scores = reference.log_probs(answer_rows(mine).read_by(SCORING)), policy.answer_log_probs(mine)
@@ -77,6 +82,7 @@ def refreshed(config, num_refreshes: int, source: Path | None = None, target: Pa
         "where": where,
         "place": policy.source.place,
         "mixed": all(mixed),
+        "biases": moves,
         "apart": any(not torch.equal(held("policy")[name], tensor) for name, tensor in held("reference").items()),
         "scores": [None if one is None else one.flat(one.names[0]).sum() for one in scores],
         "actor_weights": held("reference"),  # the policy's names
@@ -105,6 +111,38 @@ def test_a_moved_reference_is_in_the_checkpoint(layout, keys, tmp_path: Path) ->
         found = whole_weights(run_ranks(ranks, refreshed, config, 0, saved), "actor", path)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [((2, 1, 1), EP2), pytest.param((2, 1, 2), {}, marks=pytest.mark.exhaustive)],
+    ids=["EP2", "PP2"],
+)
+def test_biases_of_experts_follow(layout, keys, tmp_path: Path) -> None:
+    """By the share of each refresh, from the folder's on; another layout resumes with just those, and with the
+    policy's. Would not catch a refresh that a run forgets.
+    """
+    path, saved, group = save_glm4_moe(tmp_path), tmp_path / "saved", "actor_rollout_ref__actor__megatron__"
+    group += "override_transformer_config__moe_router_"
+    moving = {f"{group}enable_expert_bias": True, f"{group}bias_update_rate": 0.25}
+    world_size, *cut = layout
+    whole = run_ranks(world_size, refreshed, config_of(path, *cut, **moving, **keys), 2, None, saved)
+    (again,) = run_ranks(1, refreshed, config_of(path, 1, 1, **moving), 0, saved)
+    first, *later = whole[0]["biases"]
+    assert first["reference"] and any(
+        not torch.equal(later[-1]["policy"][name], first["policy"][name]) for name in first["policy"]
+    )
+    for name, before in first["reference"].items():
+        assert torch.equal(before, first["policy"][name])
+        for moves in later:
+            before = before.lerp(moves["policy"][name], 0.25)
+            assert torch.equal(moves["reference"][name], before), name
+        assert not torch.equal(before, later[-1]["policy"][name])
+        for role in ("policy", "reference"):
+            assert torch.equal(again["biases"][0][role][name], later[-1][role][name]), (role, name)
+    assert again["scores"][0].item() == pytest.approx(
+        sum(rank["scores"][0] for rank in whole if rank["scores"][0] is not None).item(), rel=1e-5
+    )
 
 
 def test_the_whole_share_makes_the_reference_the_policy(tmp_path: Path) -> None:

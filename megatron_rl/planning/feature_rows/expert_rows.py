@@ -90,7 +90,7 @@ ROWS = (
         "biases that balance experts",
         {f"{ROLE}.{BIAS}": True},
         _moved_biases,
-        excludes=(Relation("lora", "biases are part of the model that adapters leave as it is"),),
+        excludes=(Relation("lora", "the base of an adapter stays, and its folder has no place for biases"),),
         of_model=(Requirement("experts that are chosen by scores and a bias", _no_bias),),
         in_tasks=True,
     ),

@@ -191,7 +191,6 @@ ROWS = (
             ),
             Relation("live_reference", "only first log-probs are kept, no weights of the reference", when=_compares),
         ),
-        excludes=(Relation("expert_bias", "the biases of the actor's experts move, and the reference's do not"),),
         of_layout=(
             Requirement(
                 "a loss that reads a reference",
