@@ -40,8 +40,8 @@ class ExpertBias:
     """The biases of this rank's layers. All ranks must build it, and call `whole` together.
 
     buffers: of this rank's chunks. constants: the folder's biases of all layers, in their order. Both by global
-    Megatron names. kind: of its tensors in a checkpoint. described: `described_biases`. has_moved: the biases differ from
-    the folder's.
+    Megatron names. kind: of its tensors in a checkpoint. described: `described_biases`. has_moved: the biases differ
+    from the folder's.
     """
 
     def __init__(

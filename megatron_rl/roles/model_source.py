@@ -160,7 +160,7 @@ class ModelSource:
             for name in heads & parameters.keys():
                 parameters[name].requires_grad_()
         ahead = mtp_specs(self.model)
-        if self.mtp == MTPUse.FROZEN:
+        if self.mtp == MTPUse.FROZEN and not self.adapter_specs:
             trained = {name: spec for name, spec in specs.items() if name not in ahead}
         mark_tensor_parallel(parameters, specs | trained, self.place)
         for name in ahead.keys() & parameters.keys():

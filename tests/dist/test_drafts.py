@@ -38,6 +38,9 @@ def engine_of(config):
 
     host = RankHost(config)
     host.build("actor")
+    for name, parameter in host.roles["actor"].trained.parameters.items():
+        if name.endswith("lora_B"):  # new adapters would add nothing
+            torch.nn.init.normal_(parameter.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     host.build("rollout")
     host.roles["rollout"].enter()
     return host.roles["rollout"].generator

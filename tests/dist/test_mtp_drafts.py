@@ -44,28 +44,35 @@ def test_guesses_change_no_answer(tmp_path, family) -> None:
     assert counts.num_tokens - counts.num_steps <= counts.num_drafted
 
 
+LORA = {
+    "actor_rollout_ref__model__lora__rank": 8,
+    "actor_rollout_ref__model__lora__target_modules": ["linear_qkv", "linear_proj"],
+}
 CASES = {
     "prompts in parts": (1, 1, {f"{ROLLOUT}max_num_batched_tokens": 40, f"{ROLLOUT}max_num_seqs": 2}),
     "few rows": (1, 1, {f"{ROLLOUT}speculative_disable_by_batch_size": 1}),
     "many guesses": (1, 1, {f"{ROLLOUT}num_speculative_tokens": 7}),
     "shared beginnings": (1, 1, {f"{ROLLOUT}prefix_match_unit": 4}),
     "TP2": (2, 2, {"actor_rollout_ref__actor__megatron__sequence_parallel": True}),
+    "adapters": (1, 1, LORA),
+    "merged adapters": (1, 1, LORA | {"actor_rollout_ref__model__lora__merge": True}),
 }
 
 
 BOTH = [(save, case) for save in (save_glm4_with_mtp, save_deepseek_with_mtp) for case in CASES]
-REFUSED = (save_deepseek_with_mtp, "shared beginnings")
-"""Preflight refuses shared beginnings of prompts for latent attention on CPUs."""
+REFUSED = [(save_deepseek_with_mtp, case) for case in ("shared beginnings", "adapters")]
+"""Preflight refuses shared beginnings of prompts for latent attention on CPUs, and adapters that are not merged."""
 AGAIN = [pair for pair in BOTH if (pair[0] is save_glm4_with_mtp) != (pair[1] in ("shared beginnings", "TP2"))]
 """Weekly: each feature with the other family."""
 
 
 @pytest.mark.parametrize(
-    ("save", "case"), [pytest.param(*pair, marks=marks_of(pair, weekly=AGAIN)) for pair in BOTH if pair != REFUSED]
+    ("save", "case"), [pytest.param(*pair, marks=marks_of(pair, weekly=AGAIN)) for pair in BOTH if pair not in REFUSED]
 )
 def test_guesses_with_other_features(tmp_path, save, case) -> None:
     """Answers are those without drafts where guesses are cut by the tokens of a step, come and go with the number of
-    requests, go on for longer than a layer has learnt, behind prompts that are shared in part, and on two ranks.
+    requests, go on for longer than a layer has learnt, behind prompts that are shared in part, on two ranks, and with
+    adapters, which the layer does not have.
     """
     num_ranks, tp_size, options = CASES[case]
     path = save(tmp_path)

@@ -23,6 +23,13 @@ SHORT = (
     *("trainer.val_before_train=false", "trainer.test_freq=5040", "trainer.save_freq=2"),
 )
 LEARNS = (f"{ROLLOUT}.speculative=mtp", f"{ACTOR}.mtp_loss_scaling_factor=0.1", f"{ACTOR}.optim.lr=1e-3")
+OPTIONS = f"{ACTOR}.megatron.override_transformer_config.moe_router"
+FOLLOWED = (f"{OPTIONS}_enable_expert_bias=true", f"{OPTIONS}_bias_update_rate=1e-4")
+FOLLOWED += tuple(f"actor_rollout_ref.ref.{key}" for key in ("sync_ref_model=true", "ref_model_sync_steps=1"))
+ADAPTED = (
+    "actor_rollout_ref.model.lora.rank=4",
+    "actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_proj]",
+)
 TOKENS, LOSS = "rollout/tokens_per_step", "actor/mtp_loss"
 OF_POLICY = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean")
 EXPORT, PREFIX = "hf_model/model.safetensors", "model.layers.4."
@@ -44,11 +51,11 @@ def glm_with_mtp(folder: Path) -> str:
 def test_a_layer_that_learns_goes_on(command_line, tmp_path: Path) -> None:
     """In one process: a run that goes on after step 2 has the metrics and the export of the one that did not stop. The
     layer's loss falls, and the export has the layer that was trained. A run without drafts draws the same answers, so
-    its policy learns the same.
+    its policy learns the same. Biases of experts move, and a reference follows them in each step.
 
     Would not catch a layer that learns badly: gradients are compared in tests/dist.
     """
-    settings = (*SHORT, *LOCAL, *LEARNS, glm_with_mtp(tmp_path / "model"))
+    settings = (*SHORT, *LOCAL, *LEARNS, *FOLLOWED, glm_with_mtp(tmp_path / "model"))
     model = tmp_path / "model" / "model.safetensors"
     whole = command_line(*settings, config=GRPO)
     assert whole.wait() == 0, whole.text()
@@ -74,6 +81,35 @@ def test_a_layer_that_learns_goes_on(command_line, tmp_path: Path) -> None:
         assert torch.equal(tensor, again_exported[name])
         assert torch.equal(of_plain[name], began[name] if is_layers else tensor), name
         assert not (is_layers and name.endswith("proj.weight") and torch.equal(tensor, began[name])), name
+
+
+@pytest.mark.exhaustive
+def test_adapters_next_to_a_layer_that_drafts(command_line, tmp_path: Path) -> None:
+    """Adapters learn the same with drafts and without, to the last bit of their folder, also resumed after step 2; the
+    layer is exported as it was. Would not catch drafts that are always wrong.
+    """
+    settings = (*SHORT, *LOCAL, f"{ROLLOUT}.speculative=mtp", f"{ACTOR}.optim.lr=1e-2", *ADAPTED)
+    settings += (glm_with_mtp(tmp_path / "model"),)
+    whole = command_line(*settings, config=GRPO)
+    assert whole.wait() == 0, whole.text()
+    by_path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole.run / 'global_step_2'}")
+    resumed = command_line(*settings, *by_path, config=GRPO)
+    plain = command_line(*settings, f"{ROLLOUT}.speculative=null", config=GRPO)
+    assert resumed.wait() == 0, resumed.text()
+    assert plain.wait() == 0, plain.text()
+    assert numbers(resumed) == numbers(whole)[-2:]
+    steps, without = metrics(whole), metrics(plain)
+    for step, expected in without.items():
+        assert steps[step][TOKENS] >= 1
+        assert [steps[step][name] for name in OF_POLICY] == [expected[name] for name in OF_POLICY]
+    for file in (EXPORT, "adapter/adapter_model.safetensors"):
+        exported, *others = (load_file(run.run / file) for run in (whole, resumed, plain))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in exported.items() for other in others)
+    began = load_file(tmp_path / "model" / "model.safetensors")
+    exported = load_file(whole.run / EXPORT)
+    assert exported.keys() == began.keys()
+    assert all(torch.equal(exported[name], began[name]) for name in began if name.startswith(PREFIX))
+    assert any(not torch.equal(exported[name], tensor) for name, tensor in began.items())
 
 
 @pytest.mark.exhaustive

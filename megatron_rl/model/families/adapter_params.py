@@ -15,6 +15,7 @@ from megatron_rl.config.lora import INPUTS, LINEARS, LoraConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families.family import Inside
+from megatron_rl.model.families.mtp_params import MTP
 from megatron_rl.model.parts import ParamSpec, is_one_by_one
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
@@ -123,9 +124,10 @@ class Projection:
 def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
     """The matrices of a model that may have an adapter: those of attention, MLPs, shared and routed experts.
 
-    Experts that a folder has in stacks may have none.
+    Experts that a folder has in stacks may have none, nor a multi-token prediction layer: PEFT, which builds the model
+    with transformers, has no such layer.
     """
-    return _projections({name: spec for name, spec in specs.items() if not _is_stored_stack(spec)})
+    return _projections({name: spec for name, spec in _own(specs).items() if not _is_stored_stack(spec)})
 
 
 def merged_alone(specs: Mapping[str, ParamSpec]) -> str:
@@ -140,6 +142,11 @@ def merged_alone(specs: Mapping[str, ParamSpec]) -> str:
         if not each.is_expert and (linear not in LINEARS or lacks_values):
             return each.name
     return ""
+
+
+def _own(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """The parameters without those of a multi-token prediction layer."""
+    return {name: spec for name, spec in specs.items() if not name.startswith(MTP)}
 
 
 def _is_stored_stack(spec: ParamSpec) -> bool:
@@ -179,7 +186,8 @@ def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection
     """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none."""
     candidates = projections_of(specs)
     # A key may name stacks of experts, as its default does. They have no adapters all the same.
-    stacks = _projections({name: spec for name, spec in specs.items() if _is_stored_stack(spec) and spec.transposed})
+    stored = {name: spec for name, spec in _own(specs).items() if _is_stored_stack(spec)}
+    stacks = _projections({name: spec for name, spec in stored.items() if spec.transposed})
     for pattern in [*lora.target_modules, *lora.exclude_modules]:
         if not any(each.matches(pattern) for each in (*candidates, *stacks)):
             names = sorted({alias for each in candidates for alias in each.aliases})
@@ -223,8 +231,8 @@ def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[str]:
     wanted = {each.name.replace(EACH, "") for each in chosen}
     if any(specs[each.weight].tensor.name.startswith(Inside.engine_prefix) for each in chosen):
         return sorted(wanted)
-    names = {name.removesuffix(".weight").replace(EACH, "") for spec in specs.values() for name in spec.hf_names}
-    others = names - wanted
+    every = (name for spec in _own(specs).values() for name in spec.hf_names)
+    others = {name.removesuffix(".weight").replace(EACH, "") for name in every} - wanted
     taken = {ending for name in others for ending in _endings(name)}
     return sorted({next(ending for ending in _endings(name) if ending not in taken) for name in wanted})
 

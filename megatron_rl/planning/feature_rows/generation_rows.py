@@ -105,7 +105,6 @@ ROWS = (
         {SPECULATIVE: MTP},
         where(SPECULATIVE, EARLIER, equals(MTP)),
         excludes=(
-            Relation("lora", "adapters do not include the layer that makes draft tokens"),
             Relation("fp8_rollouts", "the layer has no FP8 weights"),
             Relation("partial_rollout", COUNTED),
             Relation("over_sampling", COUNTED),
@@ -118,7 +117,10 @@ ROWS = (
         {FACTOR: 0.1},
         where(FACTOR, 0.0, lambda factor: 0 < factor < math.inf),
         needs=(Relation("mtp_drafts", "nothing else reads the layer", gives_up=True),),
-        excludes=(Relation("prefix_tree", "in a prefix tree a token may have several next tokens"),),
+        excludes=(
+            Relation("prefix_tree", "in a prefix tree a token may have several next tokens"),
+            Relation("lora", "the layer is one of the base, which stays, and an adapter's folder has no place for it"),
+        ),
     ),
     Feature(
         "shared_prompts",
