@@ -40,7 +40,7 @@ class ExpertBias:
     """The biases of this rank's layers. All ranks must build it, and call `whole` together.
 
     buffers: of this rank's chunks. constants: the folder's biases of all layers, in their order. Both by global
-    Megatron names. kind: of its tensors in a checkpoint. described: `described_biases`. has_moved: the biases differ
+    Megatron names. kind: the tensors' kind in a checkpoint. described: `described_biases`. has_moved: the biases differ
     from the folder's.
     """
 
@@ -72,7 +72,7 @@ class ExpertBias:
 
     @torch.no_grad()
     def follow(self, leader: ExpertBias, alpha: float) -> None:
-        """Become alpha * leader + (1 - alpha) * these biases. leader: of the same layers."""
+        """Become alpha * leader + (1 - alpha) * these biases. leader: biases of the same layers."""
         self.has_moved = self.has_moved or leader.has_moved
         for name, bias in self._own.items():
             bias.lerp_(leader._own[name], alpha)
