@@ -65,10 +65,10 @@ def late(sender, late_s: float, wait: Callable[[], object]):
     """Meanwhile the first message of a transfer leaves only so many seconds after `wait` has returned."""
     sends = sender.send
 
-    def send(version: int):
+    def send(*arguments):
         wait()
         time.sleep(late_s)
-        return sends(version)
+        return sends(*arguments)
 
     sender.send = send
     yield
@@ -228,7 +228,7 @@ def receives(config, messages: Messages, number: int, tp_rank: int, tp_size: int
     return found
 
 
-def mismatch() -> None:
+def mismatch(*arguments) -> None:
     from megatron_rl.hybrid_engine.verify import WeightMismatchError
 
     raise WeightMismatchError("rollout rank 0: a tensor differs")
