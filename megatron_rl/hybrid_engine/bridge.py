@@ -437,8 +437,9 @@ class BridgeReceiver:
         target = self._flat if self._arriving is None else self._arriving
         self._joined = BridgeEnd(agreement, {FOREIGN: target}, transport, self._verify_every, self.constants)
 
-    def receive(self) -> ReceiveReport:
-        """Take the weights that training sends. Raises WeightMismatchError on all ranks alike if one is wrong, and
+    def receive(self, with_constants: bool = False) -> ReceiveReport:
+        """Take the weights that training sends, and the constants if it sends some; with_constants: it will, for a
+        rehearsal, in which no message arrives. Raises WeightMismatchError on all ranks alike if one is wrong, and
         BrokenBridgeError on some ranks if one was lost; others may have finished.
         """
         end = self._end
@@ -447,7 +448,7 @@ class BridgeReceiver:
         if self._arriving is None:
             self.version = None
         received_before, passed_on = transport.received_from.copy(), transport.sent_to.total()
-        transfer = end.transfer()
+        transfer = end.transfer(with_constants=with_constants)
         received = transport.received_from - received_before
         if self._arriving is None:
             self.version = transfer.version

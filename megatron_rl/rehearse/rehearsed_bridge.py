@@ -102,10 +102,12 @@ class RehearsedReceiver:
         every = spec.settings.verify_weights_every
         self._engine = HybridEngine(self._weights, NoEngine(), rank.device, offloadable, every)
         self._weights.join(address)
+        options = rank.config.actor_rollout_ref.actor.megatron.override_transformer_config
+        self._moves_biases = options.bias_update_rate > 0
 
     def enter(self) -> None:
         """Receive weights, and enter rollout mode with them."""
-        self._weights.arrivals.receive()
+        self._weights.arrivals.receive(with_constants=self._moves_biases)
         self._engine.enter()
 
     def exit(self) -> None:

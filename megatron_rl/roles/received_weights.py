@@ -64,11 +64,13 @@ class Arrivals:
         )
         self._thread.start()
 
-    def receive(self) -> TransitionReport:
-        """Receive what training sends, without a call. Raises RuntimeError if a thread listens."""
+    def receive(self, with_constants: bool = False) -> TransitionReport:
+        """Receive the weights that training sends, without a call. with_constants: see `BridgeReceiver.receive`. Raises
+        RuntimeError if a thread listens.
+        """
         if self._thread is not None:
             raise RuntimeError("weights arrive during generation here: training asks for them")
-        return self._receive()
+        return self._receive(with_constants)
 
     def try_receive(self) -> Arrival:
         """Receive what training sends; a broken transfer is reported, not raised."""
@@ -153,8 +155,8 @@ class Arrivals:
             self._is_arriving = is_arriving
             self._changed.notify_all()
 
-    def _receive(self) -> TransitionReport:
-        report = self.receiver.receive()
+    def _receive(self, with_constants: bool = False) -> TransitionReport:
+        report = self.receiver.receive(with_constants)
         return TransitionReport(
             report.bytes_received + report.count_bytes,
             report.lower_bound_bytes + report.count_bytes,
