@@ -31,6 +31,7 @@ from megatron_rl.model.families import (
 )
 from megatron_rl.model.families.adapter_params import held_rank
 from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights
@@ -258,8 +259,9 @@ def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple
     constants = mtp_constants_of(model).values()
     read = read_constants(constants, source.path, rank.device.torch_device)
     names = tensors_of(mtp_specs(model)).keys()
-    own = {name: tensors[name] for name in names} | {engine_name(each): read[each.name] for each in constants}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in names}
+    own = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALES) in names}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in own}
+    own |= {engine_name(each): read[each.name] for each in constants}
     return rest, MTPModel(form.architecture, own, form.head.format(layer=model.shape.num_layers))
 
 

@@ -158,8 +158,9 @@ def register_shared_loader(tensors: dict[str, torch.Tensor], mtp: MTPModel | Non
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             drafts = vllm_config.speculative_config
             is_drafting = bool(of_drafts) and model_config is drafts.draft_model_config
-            expect_codes(model, tensors)
-            bind_parameters(model, of_drafts if is_drafting else with_own_head(model, tensors))
+            bound = of_drafts if is_drafting else with_own_head(model, tensors)
+            expect_codes(model, bound)
+            bind_parameters(model, bound)
             process_weights_after_loading(model, model_config, device)
             read_codes_of_experts(model, model_config.dtype)
             must_have_memory(model)

@@ -25,8 +25,9 @@ from rollout_checks import (
 from safetensors.torch import load_file, save_file
 from tiny_gemma4 import save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
-from tiny_models import random_batch, save_deepseek_v3, save_llama, save_qwen2_moe, save_qwen3_moe
-from tiny_qwen3_5 import save_qwen3_5
+from tiny_models import random_batch, save_deepseek_v3, save_llama, save_moonlight, save_qwen2_moe, save_qwen3_moe
+from tiny_mtp import save_glm4_with_mtp
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_next
 from transition_cases import EP2, ETP1, FOUR_KV_HEADS, MEGATRON, ROLLOUT, SP, Case
 
 from megatron_rl.columns import ACTOR_UPDATE
@@ -72,6 +73,17 @@ CASES = [
     ),
     Case("TP2PP2-TP1-latent", 2, 2, 1, save=save_deepseek_v3, model=LATENT, options=OPTIONS | SP),
     Case("TP2PP2-TP1-delta", 2, 2, 1, save=save_qwen3_5, model=DELTA, options=OPTIONS),
+    Case(
+        "TP2PP2-TP1-drafts",
+        2,
+        2,
+        1,
+        save=save_glm4_with_mtp,
+        model={"head_dim": 64, "moe_intermediate_size": 64},
+        options=OPTIONS | SP | {f"{ROLLOUT}speculative": "mtp"},
+    ),
+    Case("TP2EP2ETP1-TP2-latent", 2, 1, 2, save=save_moonlight, model=LATENT, options=OPTIONS | SP | EP2 | ETP1),
+    Case("TP2PP2-TP2-delta", 2, 2, 2, save=save_qwen3_next, model=DELTA | SHARED, options=OPTIONS | SP),
     Case("TP2PP2-TP1-wide", 2, 2, 1, save=save_gemma4_with_keys_for_values, options=OPTIONS),
     Case("TP1-TP1", 1, 1, 1, options=OPTIONS, lacks=False),
     Case("TP2PP2-TP1-bfloat16", 2, 2, 1, options=BF16),

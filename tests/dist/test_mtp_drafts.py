@@ -53,6 +53,7 @@ CASES = {
     "few rows": (1, 1, {f"{ROLLOUT}speculative_disable_by_batch_size": 1}),
     "many guesses": (1, 1, {f"{ROLLOUT}num_speculative_tokens": 7}),
     "shared beginnings": (1, 1, {f"{ROLLOUT}prefix_match_unit": 4}),
+    "FP8": (1, 1, {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": 16}),
     "TP2": (2, 2, {"actor_rollout_ref__actor__megatron__sequence_parallel": True}),
     "adapters": (1, 1, LORA),
     "merged adapters": (1, 1, LORA | {"actor_rollout_ref__model__lora__merge": True}),
@@ -71,8 +72,8 @@ AGAIN = [pair for pair in BOTH if (pair[0] is save_glm4_with_mtp) != (pair[1] in
 )
 def test_guesses_with_other_features(tmp_path, save, case) -> None:
     """Answers are those without drafts where guesses are cut by the tokens of a step, come and go with the number of
-    requests, go on for longer than a layer has learnt, behind prompts that are shared in part, on two ranks, and with
-    adapters, which the layer does not have.
+    requests, go on for longer than a layer has learnt, behind prompts that are shared in part, with linears in FP8, on
+    two ranks, and with adapters, which the layer does not have.
     """
     num_ranks, tp_size, options = CASES[case]
     path = save(tmp_path)
@@ -80,6 +81,9 @@ def test_guesses_with_other_features(tmp_path, save, case) -> None:
     drafted = run_ranks(num_ranks, every_way, run_config(path, tp_size, 1, **options, **drafts("mtp")), timeout=90)
     for name, answers in drafted[0].items():
         must_be_equal(answers, plain[0][name])
+    if case == "FP8":
+        counts = counts_of(drafted[0]["greedy"])
+        assert counts.num_tokens >= 1.3 * counts.num_steps
     if case == "few rows":
         assert counts_of(drafted[0]["greedy"]).num_drafted < counts_of(drafted[0]["greedy alone"]).num_drafted
 

@@ -45,7 +45,7 @@ def is_emulated(name: str) -> bool:
 
 def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:
     """The rollout engine's names of the weights that it can read as FP8 weights: linears of attention, MLPs and
-    shared experts, and stacked experts.
+    shared experts, and stacked experts, those of an MTP layer included.
     """
     return {spec.tensor.name for name, spec in specs.items() if _is_stack(spec) or _is_linear(name)}
 

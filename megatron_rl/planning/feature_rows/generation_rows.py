@@ -105,7 +105,6 @@ ROWS = (
         {SPECULATIVE: MTP},
         where(SPECULATIVE, EARLIER, equals(MTP)),
         excludes=(
-            Relation("fp8_rollouts", "the layer has no FP8 weights"),
             Relation("partial_rollout", COUNTED),
             Relation("over_sampling", COUNTED),
         ),
