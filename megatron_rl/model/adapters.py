@@ -110,8 +110,11 @@ class LinearAdapters(AdapterDict):
     def __init__(self, linear: Any, adapters: Mapping[str, Adapter], starts: Sequence[int], scale: float) -> None:
         super().__init__(adapters, scale)
         self.starts = tuple(starts)
-        self.is_whole, self.cuts_inputs = isinstance(linear, WholeLinear), hasattr(linear, "input_is_parallel")
-        self.tp_group, self.sequence_parallel = linear.tp_group, bool(linear.sequence_parallel)
+        mode = getattr(linear, "parallel_mode", "")  # transformer-engine's; None: not cut, and without a group
+        self.is_whole = isinstance(linear, WholeLinear) or mode is None
+        self.cuts_inputs = hasattr(linear, "input_is_parallel") or mode == "row"
+        sequence_parallel = linear.config.sequence_parallel if mode is None else linear.sequence_parallel
+        self.tp_group, self.sequence_parallel = linear.tp_group, bool(sequence_parallel)
         linear.register_forward_hook(self._add)
 
     def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -30,6 +30,7 @@ from megatron_rl.model.delta_rule import DeltaCore, HeadSizes
 from megatron_rl.model.key_exchange import to_heads, to_own_tokens
 from megatron_rl.model.parts import GatedDelta
 from megatron_rl.model.segments import Segments, to_slots, to_tokens
+from megatron_rl.model.te_layers import linears_of
 
 
 class ChannelWeights(torch.nn.Module):
@@ -118,11 +119,13 @@ class GatedDeltaAttention(MegatronModule):
         self.sizes = HeadSizes(delta.num_keys // ranks, delta.num_values // ranks, delta.key_size, delta.value_size)
         self.A_log = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
         self.dt_bias = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
-        self.linear_qkvz = self._columns(delta.channels + delta.value_columns)
-        self.linear_ba = self._columns(2 * delta.num_values)
+        linears = linears_of(config.transformer_impl)
+        self.linear_qkvz = self._columns(linears.columns, delta.channels + delta.value_columns)
+        # Two columns a head: fewer than FP8 products take on a rank.
+        self.linear_ba = self._columns(ColumnParallelLinear, 2 * delta.num_values)
         self.conv = ChannelWeights(config, sum(self.sizes.sections), delta.width)
         self.norm = GatedNorm(config, delta.value_size, self.tp_group)
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = linears.rows(
             delta.value_columns,
             config.hidden_size,
             config=config,
@@ -130,18 +133,22 @@ class GatedDeltaAttention(MegatronModule):
             bias=False,
             input_is_parallel=True,
             skip_bias_add=True,
+            is_expert=False,
             tp_group=self.tp_group,
         )
 
-    def _columns(self, num_out: int) -> ColumnParallelLinear:
+    def _columns(self, linear: Any, num_out: int) -> Any:
         """A linear layer cut by heads of keys; under sequence parallelism it gathers its input."""
         config = self.config
-        return ColumnParallelLinear(
+        return linear(
             config.hidden_size,
             num_out,
             config=config,
             init_method=config.init_method,
+            gather_output=False,
             bias=False,
+            skip_bias_add=False,
+            is_expert=False,
             tp_group=self.tp_group,
         )
 

@@ -5,7 +5,7 @@ weight (DeepSeek-V3, arXiv:2412.19437, section 3.3); tensorwise, one scale of th
 scales of its own, for its matrices and for its tokens. What transformer-engine rounds again along tokens, for weight
 gradients, is here rounded once, along features.
 
-Megatron does not know of it: its own `fp8` calls transformer-engine, for recomputed layers too.
+Megatron's configuration does not have it: its own `fp8` calls transformer-engine, for recomputed layers too.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def round_again(chunks: Iterable[Any]) -> None:
 
 
 def token_multiple(chunks: Iterable[Any]) -> int:
-    """Of what the tokens of a pass must be a multiple, on every rank, for emulated products; 1 without any."""
+    """Return the divisor of the tokens of a pass on every rank, for emulated products; 1 without any."""
     return max((FP8_RECIPES[one.rounding.recipe] for one in kept_weights(chunks)), default=1)
 
 

@@ -65,6 +65,8 @@ def transformer_config(
         fp16=dtype == torch.float16,
         layernorm_epsilon=hf_config.rms_norm_eps,
         normalization="RMSNorm",
+        # Of norms that transformer-engine fuses; the project's have classes.
+        layernorm_zero_centered_gamma=model.family.style.zero_centred_norms,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

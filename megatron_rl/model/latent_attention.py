@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -32,7 +31,7 @@ from megatron_rl.model.context_attention import ContextAttention, ContextSegment
 from megatron_rl.model.families import LatentAttention
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, turns_of
-from megatron_rl.model.whole_linear import WholeLinear
+from megatron_rl.model.te_layers import linears_of
 
 
 class LatentSelfAttention(MegatronModule):
@@ -57,7 +56,8 @@ class LatentSelfAttention(MegatronModule):
         super().__init__(config=config)
         self.latent, self.growth, self.turn_scale, self.tp_group = latent, growth, turn_scale, pg_collection.tp
         hidden, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        self.linear_down = WholeLinear(config, hidden, (latent.q_rank or 0) + latent.cached, self.tp_group)
+        self.linears = linears_of(config.transformer_impl)
+        self.linear_down = self.linears.whole(config, hidden, (latent.q_rank or 0) + latent.cached, self.tp_group)
         if latent.q_rank is None:
             self.linear_q = self._columns(hidden, heads * latent.query)
         else:
@@ -65,7 +65,7 @@ class LatentSelfAttention(MegatronModule):
             self.linear_q_up = self._columns(latent.q_rank, heads * latent.query)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, eps)
         self.linear_kv_up = self._columns(latent.kv_rank, heads * (latent.nope + latent.value))
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = self.linears.rows(
             heads * latent.value,
             hidden,
             config=config,
@@ -73,17 +73,26 @@ class LatentSelfAttention(MegatronModule):
             bias=False,
             input_is_parallel=True,
             skip_bias_add=True,
+            is_expert=False,
             tp_group=self.tp_group,
         )
         self.core_attention = ContextAttention(config, layer_number, AttnMaskType.causal, "self")
         parts = config.recompute_modules if config.recompute_granularity == "selective" else None
         self.makes_core_again = "core_attn" in (parts or ())
 
-    def _columns(self, num_in: int, num_out: int) -> ColumnParallelLinear:
+    def _columns(self, num_in: int, num_out: int) -> Any:
         """A linear layer sharded by heads; under sequence parallelism it gathers its input."""
         config = self.config
-        return ColumnParallelLinear(
-            num_in, num_out, config=config, init_method=config.init_method, bias=False, tp_group=self.tp_group
+        return self.linears.columns(
+            num_in,
+            num_out,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
         )
 
     def forward(

@@ -7,16 +7,21 @@ that it has in every other layer, so that weights, checkpoints and the rollout e
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from torch.distributed import ProcessGroup
 
 from megatron_rl.config.megatron import LOCAL, TRANSFORMER_ENGINE, OverrideTransformerConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention import BiasedRowParallelLinear
+from megatron_rl.model.whole_linear import WholeLinear
 
 PACKAGE = "transformer-engine"
 INSTALL = "to install 2.11.0 see requirements/gpu_te.txt"
@@ -36,30 +41,71 @@ def our_name(name: str) -> str:
     return name
 
 
+class Linears(NamedTuple):
+    """Classes of linear layers: cut by outputs, by inputs, the same with a bias, and not cut. All are called as
+    Megatron's are, return (out, bias), and are made with the same arguments but for `whole`.
+    """
+
+    columns: Any
+    rows: Any
+    biased_rows: Any
+    whole: Any
+
+
+def linears_of(implementation: str) -> Linears:
+    """Return the classes that compute linear layers under `transformer_impl`. Where it is transformer-engine's,
+    Megatron's import of it must have succeeded (`refuse_unusable`).
+    """
+    if implementation == LOCAL:
+        return Linears(ColumnParallelLinear, RowParallelLinear, BiasedRowParallelLinear, WholeLinear)
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear, TERowParallelLinear
+
+    class BiasedTERows(TERowParallelLinear):
+        """`BiasedRowParallelLinear` of transformer-engine."""
+
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            super().__init__(*sizes, **options | {"bias": True})
+
+    def whole(config: TransformerConfig, num_in: int, num_out: int, tp_group: ProcessGroup) -> Any:
+        linear = TELinear(
+            num_in,
+            num_out,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+        )
+        # It marks every weight as split, so that a gradient's norm would count this one on each rank.
+        linear.weight.tensor_model_parallel = False
+        return linear
+
+    return Linears(TEColumnParallelLinear, TERowParallelLinear, BiasedTERows, whole)
+
+
 def put_te_layers(spec: ModuleSpec, implementation: str, *, has_experts: bool) -> None:
     """Let transformer-engine compute the linear layers of attention and of a dense MLP, as `implementation` says.
 
-    Experts stay: the rollout engine wants their weights in one stack. Megatron's import of transformer-engine must have
-    succeeded (`refuse_unusable`).
+    Experts stay: the rollout engine wants their weights in one stack. Attention of this project's own, where several
+    linears read one norm, builds its layers itself, and its norm is fused with none.
     """
     if implementation == LOCAL:
         return
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelLinear,
-        TELayerNormColumnParallelLinear,
-        TERowParallelLinear,
-    )
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
-    with_norms, layer = implementation == TRANSFORMER_ENGINE, spec.submodules
-    column: Any = TELayerNormColumnParallelLinear if with_norms else TEColumnParallelLinear
+    linears, with_norms, layer = linears_of(implementation), implementation == TRANSFORMER_ENGINE, spec.submodules
+    column: Any = TELayerNormColumnParallelLinear if with_norms else linears.columns
     attention = layer.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = column, TERowParallelLinear
-    if with_norms:
-        layer.input_layernorm = IdentityOp
+    if hasattr(attention, "linear_qkv"):
+        has_bias = attention.linear_proj is BiasedRowParallelLinear
+        attention.linear_qkv, attention.linear_proj = column, linears.biased_rows if has_bias else linears.rows
+        if with_norms:
+            layer.input_layernorm = IdentityOp
     if has_experts:
         return
     mlp = layer.mlp.submodules
-    mlp.linear_fc1, mlp.linear_fc2 = column, TERowParallelLinear
+    mlp.linear_fc1, mlp.linear_fc2 = column, linears.rows
     if with_norms:
         layer.pre_mlp_layernorm = IdentityOp
 

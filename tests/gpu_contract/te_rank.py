@@ -1,6 +1,7 @@
 """One of two ranks that builds an actor with transformer-engine's layers on a CPU, and writes down what it has.
 
-python te_rank.py WHEEL VERSION MODEL IMPLEMENTATION FOLDER: of the unpacked wheel, with the launcher's variables.
+python te_rank.py WHEEL VERSION MODEL IMPLEMENTATION FOLDER RANK: of the unpacked wheel, with the launcher's variables.
+RANK: of adapters; 0: none.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pretended_te import pretend
 
 
-def main(root: str, version: str, model: str, implementation: str, folder: str) -> None:
+def main(root: str, version: str, model: str, implementation: str, folder: str, lora_rank: str) -> None:
     pretend(Path(root), version)
     import torch
     from tiny_models import run_config
@@ -33,6 +35,7 @@ def main(root: str, version: str, model: str, implementation: str, folder: str) 
         model_source.refuse_unusable = lambda options: None
     keys = {"sequence_parallel": True, "override_transformer_config__transformer_impl": implementation}
     keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
+    keys["actor_rollout_ref__model__lora__rank"] = int(lora_rank)
     worker = TrainingHost(run_config(model, 2, 1, **keys))
     worker.build("actor")
     actor, out, rank = worker.roles["actor"], Path(folder), worker.groups.rank
@@ -45,6 +48,9 @@ def main(root: str, version: str, model: str, implementation: str, folder: str) 
         "sequence_parallel": sorted(name for name, p in parameters.items() if getattr(p, "sequence_parallel", False)),
         "split": sorted(name for name, p in parameters.items() if getattr(p, "tensor_model_parallel", False)),
     }
+    if int(lora_rank):
+        (out / f"rank{rank}.json").write_text(json.dumps(found | {"adapters": cuts_of_adapters(chunk)}))
+        return
     if megatrons_range().contains(version):
         found["eight_bits"] = refusals_of_eight_bits()
     (out / f"rank{rank}.json").write_text(json.dumps(found))
@@ -60,6 +66,18 @@ def main(root: str, version: str, model: str, implementation: str, folder: str) 
     writer = CheckpointWriter(worker.device.torch_device)
     actor.checkpoint.save(out / "saved", writer, beside_training=False)
     assert writer.finish(wait=True)
+
+
+def cuts_of_adapters(chunk: Any) -> dict[str, tuple[bool, bool, bool, bool]]:
+    """Linear -> whether it is whole, cut by inputs, split over the sequence, and knows the two TP ranks."""
+    from megatron_rl.model.adapters import LinearAdapters
+
+    found = {name.removesuffix(".adapters"): module for name, module in chunk.named_modules()}
+    return {
+        name: (each.is_whole, each.cuts_inputs, each.sequence_parallel, each.is_whole or each.tp_group.size() == 2)
+        for name, each in found.items()
+        if isinstance(each, LinearAdapters)
+    }
 
 
 def refusals_of_eight_bits() -> dict[str, dict[str, str]]:

@@ -18,7 +18,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_models import run_config, save_qwen2, save_qwen3_moe_with_dense_layers
+from tiny_gemma4 import save_gemma4_with_keys_for_values
+from tiny_gpt_oss import save_gpt_oss
+from tiny_models import run_config, save_deepseek_v3, save_qwen2, save_qwen3_moe_with_dense_layers
+from tiny_qwen3_5 import save_qwen3_5
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.cluster.ranks import LOOPBACK
@@ -60,14 +63,14 @@ def with_drawn_norms(model: str) -> str:
     return model
 
 
-def build(root: Path, version: str, model: str, implementation: str, folder: Path) -> Built:
+def build(root: Path, version: str, model: str, implementation: str, folder: Path, lora: int = 0) -> Built:
     """Run `te_rank.py` on two ranks. Raises AssertionError with what a rank printed."""
     variables = os.environ | worker_environment("cpu", ranks_per_node=2)
     variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", "NODE_RANK": "0"}
     variables |= {"NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "MASTER_STORE": str(folder / "store")}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/dist")))
     script = Path(__file__).parent / "te_rank.py"
-    command = [sys.executable, str(script), str(root), version, model, implementation, str(folder)]
+    command = [sys.executable, str(script), str(root), version, model, implementation, str(folder), str(lora)]
     ranks = [
         subprocess.Popen(
             command,
@@ -176,6 +179,50 @@ def test_both_versions_have_megatrons_names(version: str, implementation: str, t
     built = build(wheel(version), version, model, implementation, tmp_path)
     check_names(built, implementation, with_experts=(3,))
     check_weights(built)
+
+
+LATENT = ("linear_down", "linear_q_up", "linear_kv_up", "linear_proj")
+DELTA, USUAL = ("linear_qkvz", "linear_proj"), ("linear_qkv", "linear_proj")
+OWN_LINEARS = {
+    "latent attention": (save_deepseek_v3, lambda layer: LATENT),
+    "biases of the output": (save_gpt_oss, lambda layer: USUAL),
+    "gated delta, norms of 1 + w": (save_qwen3_5, lambda layer: USUAL if layer % 2 else DELTA),
+    "keys that are values": (save_gemma4_with_keys_for_values, lambda layer: USUAL),
+}
+"""Name -> model, and the linears of a layer's attention that transformer-engine computes."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("implementation", [TE_LINEAR, TRANSFORMER_ENGINE])
+@pytest.mark.parametrize("version", [USED, NEWEST])
+@pytest.mark.parametrize("name", OWN_LINEARS)
+def test_linears_of_every_attention(name: str, version: str, implementation: str, tmp_path: Path) -> None:
+    """Names of the linears, marks of whole weights, and the folder that comes out as it went in. Would not catch what
+    its kernels compute.
+    """
+    save, linears = OWN_LINEARS[name]
+    built = build(wheel(version), version, save(tmp_path / "model"), implementation, tmp_path)
+    original, exported = (load_file(path / "model.safetensors") for path in (built.model, tmp_path / "exported"))
+    assert original.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[key]) for key, tensor in original.items())
+    num_layers = json.loads((built.model / "config.json").read_text())["num_hidden_layers"]
+    for found in built.ranks:
+        expected = {f"decoder.layers.{n}.self_attention.{one}" for n in range(num_layers) for one in linears(n)}
+        assert {one for one in found["by_te"] if ".self_attention.linear" in one} == expected
+        whole = {f"{one}.weight" for one in expected if one.endswith("linear_down")}
+        assert whole <= set(found["sequence_parallel"]) and not whole & set(found["split"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version", [USED, NEWEST])
+def test_adapters_of_its_linears(version: str, tmp_path: Path) -> None:
+    """How each adapter is cut: (whole, by inputs, sequence split, two ranks), by hand."""
+    model = save_deepseek_v3(tmp_path / "model")
+    built = build(wheel(version), version, model, TE_LINEAR, tmp_path, lora=4)
+    cuts = {"linear_down": [True, False, True, True], "linear_proj": [False, True, True, True]}
+    for found in built.ranks:
+        own = {key.rpartition(".")[2]: cut for key, cut in found["adapters"].items() if ".self_attention." in key}
+        assert own == {one: cuts.get(one, [False, False, True, True]) for one in LATENT}
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from model_folders import problems, write_model
-from test_model_folder import GEMMA
+from test_model_folder import GEMMA, LATENT
+from test_sinks_and_stacks import SINKS
 
 from megatron_rl.config.load import read_run
 from megatron_rl.planning.run_models import RunModels
@@ -15,13 +16,22 @@ GROUP = f"{MEGATRON}.override_transformer_config"
 IMPL, FP8, EMULATE = f"{GROUP}.transformer_impl", f"{GROUP}.fp8", f"{MEGATRON}.fp8_emulate"
 
 
-def test_a_family_with_norms_of_its_own(config, tmp_path):
-    """Norms of 1 + w: te_linear is offered and has no complaint. Would not catch a family that says nothing of it."""
+def test_models_that_transformer_engine_computes(config, tmp_path):
+    """Norms of 1 + w, latent attention and a bias of the output have no complaint; adapters read a norm's output, so
+    that te_linear is offered. Would not catch what only a GPU's layers lack.
+    """
     options = config.actor_rollout_ref.actor.megatron.override_transformer_config
-    config.actor_rollout_ref.model.path = centred = write_model(tmp_path / "centred", **GEMMA)
-    config.trainer.device, options.transformer_impl = "cuda", "transformer_engine"
+    config.trainer.device = "cuda"
+    for number, changes in enumerate((GEMMA, LATENT, SINKS)):
+        config.actor_rollout_ref.model.path = write_model(tmp_path / str(number), **changes)
+        for options.transformer_impl in ("transformer_engine", "te_linear"):
+            assert not [text for text in problems(config) if IMPL in text]
+    config.actor_rollout_ref.model.path = write_model(tmp_path / "plain")
+    config.actor_rollout_ref.model.lora.rank = 8
+    options.transformer_impl = "transformer_engine"
     (problem,) = [text for text in problems(config) if IMPL in text]
-    assert f"path={centred} do not go together" in problem and f"; try: {IMPL}=te_linear" in problem
+    assert "lora.rank=8 do not go together: adapters read what the norm returns" in problem
+    assert f"; try: {IMPL}=te_linear" in problem
     options.transformer_impl = "te_linear"
     assert not [text for text in problems(config) if IMPL in text]
 

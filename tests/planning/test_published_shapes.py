@@ -260,7 +260,6 @@ def test_tp_divides_both_numbers_of_heads(tmp_path):
     wide, usual = sizes.parts.layers[5].attention, sizes.parts.layers[0].attention
     assert (wide.head_size, wide.num_kv_heads, wide.values_are_keys, wide.window) == (512, 4, True, None)
     assert (usual.head_size, usual.num_kv_heads, usual.values_are_keys, usual.window) == (256, 16, False, 1024)
-    assert (usual.own_linears, sizes.attention.own_linears) == ("", "attention whose values are its keys")
     assert sizes.parts.cached_elements(2) == 50 * 2 * 8 * 256 + 10 * 2 * 2 * 512
 
 

@@ -82,16 +82,6 @@ def test_sinks_are_not_copied(sinks_config) -> None:
     assert any("dtype=float16 is not supported for" in problem for problem in problems(sinks_config))
 
 
-def test_transformer_engine_has_no_bias_of_the_output(sinks_config) -> None:
-    """Would not catch what only a GPU's layers lack."""
-    from megatron_rl.model.families import Model
-
-    attention = Model.of(
-        SINKS | {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2} | SIZES
-    ).attention
-    assert attention.te_lacks == "a bias of attention's output" and not attention.own_linears
-
-
 SIZES = {"intermediate_size": 32, "vocab_size": 64, "num_key_value_heads": 2, "layer_types": None}
 
 

@@ -29,18 +29,21 @@ KEPT_IN_ENGINE = ("linear_kv_up",)
 
 
 def is_in_eight_bits(name: str) -> bool:
-    """Whether a parameter, by its name in Megatron, is the weight of such a linear; those of experts are not."""
+    """Whether a parameter, by its name in Megatron, is the weight of a linear that transformer-engine can compute in
+    FP8, in any attention and in dense MLPs, not in experts.
+    """
     *parents, linear, kind = name.split(".")
-    return kind == "weight" and linear in EIGHT_BIT_LINEARS and not {"experts", "shared_experts"} & set(parents)
+    is_linear = kind == "weight" and linear in (*EIGHT_BIT_LINEARS, *OWN_EIGHT_BIT_LINEARS)
+    return is_linear and not {"experts", "shared_experts"} & set(parents)
 
 
 def is_emulated(name: str) -> bool:
-    """Whether products with a parameter, by its name in Megatron, can be emulated in FP8: linears of any attention, of
-    MLPs and shared experts, and stacks of experts. As DeepSeek-V3 does, embedding, head, router and norms are not.
+    """Whether products with a parameter can be emulated in FP8: as `is_in_eight_bits`, and of shared experts and stacks
+    of experts. As DeepSeek-V3 does, embedding, head, router and norms are not.
     """
-    *_, linear, kind = name.split(".")
-    is_linear = kind == "weight" and linear in (*EIGHT_BIT_LINEARS, *OWN_EIGHT_BIT_LINEARS)
-    return is_linear or (linear == "experts" and kind in EIGHT_BIT_STACKS)
+    *parents, owner, kind = name.split(".")
+    is_stack = owner == "experts" and kind in EIGHT_BIT_STACKS
+    return is_stack or is_in_eight_bits(".".join([*(one for one in parents if one != "shared_experts"), owner, kind]))
 
 
 def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:

@@ -72,7 +72,6 @@ class WideHeadKeys(AttentionKeys):
             num_kv_heads=wide.num_kv,
             values_are_keys=wide.values_are_keys,
             kv_heads_key=KV_HEADS,
-            own_linears="attention whose values are its keys" if wide.values_are_keys else "",
         )
 
 

@@ -28,7 +28,7 @@ class GatedDelta(AttentionPart):
     """
 
     recomputed_as = ""  # the rule is computed again in any case
-    own_linears = undrafted = NAME
+    undrafted = NAME
     block_sizes = BLOCK_SIZES
     engine_arguments: ClassVar[Mapping[str, object]] = {
         # The manager of one kind of cache has no states.

@@ -93,7 +93,6 @@ class GroupedAttention(AttentionPart):
     value_norm: bool = False
     values_are_keys: bool = False
     kv_heads_key: str = "num_key_value_heads"
-    own_linears: str = ""
     joint_norms: bool = False
     gated: bool = False
 

@@ -31,7 +31,6 @@ class LatentAttention(AttentionPart):
     rotated part of a key is made from the hidden state, one for all heads.
     """
 
-    own_linears = "latent attention"
     block_sizes = BLOCK_SIZES
     cpu_engine_arguments: ClassVar[Mapping[str, object]] = {
         # On CPUs with matrix tiles another backend would pack copies of the weights and drop the trainer's.

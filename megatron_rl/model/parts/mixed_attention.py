@@ -40,16 +40,8 @@ class MixedAttention:
         return {device: why for part in self.kinds for device, why in part.unreplayable.items()}
 
     @property
-    def own_linears(self) -> str:
-        return _listed(part.own_linears for part in self.kinds)
-
-    @property
     def undrafted(self) -> str:
         return _listed(part.undrafted for part in self.kinds)
-
-    @property
-    def te_lacks(self) -> str:
-        return _listed(part.te_lacks for part in self.kinds)
 
     @property
     def tp_divides(self) -> dict[str, int]:

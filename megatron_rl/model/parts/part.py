@@ -134,13 +134,6 @@ class AttentionPart(LayerPart):
         return 0
 
     @property
-    def own_linears(self) -> str:
-        """The name of this kind of attention, as "latent attention", if its linear layers are this project's own, in
-        whose place no library's can be put; "" if they are Megatron's.
-        """
-        return ""
-
-    @property
     def tp_divides(self) -> dict[str, int]:
         """Name in config.json -> further numbers that TP must divide."""
         return {}
@@ -149,11 +142,6 @@ class AttentionPart(LayerPart):
     def cp_divides(self) -> dict[str, int]:
         """Name in config.json -> numbers of heads that TP x CP must divide, whatever `cp_comm_type` is."""
         return {}
-
-    @property
-    def te_lacks(self) -> str:
-        """What transformer-engine's linear layers do not have for it, as "latent attention"; "" if nothing."""
-        return self.own_linears
 
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         """Bytes of `num_ranks` context-parallel ranks' keys and values while a layer attends to them."""

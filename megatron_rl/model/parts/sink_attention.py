@@ -14,7 +14,6 @@ class SinkAttention(GroupedAttention):
     """Attention of gpt-oss: each head has a learned logit that joins its softmax; the output has a bias, too."""
 
     has_kernel = False
-    te_lacks = "a bias of attention's output"
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Sinks are cut by heads; the output's bias is whole on every rank, and added once."""

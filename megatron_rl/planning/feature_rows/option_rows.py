@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.config.keys import ACTOR
 from megatron_rl.config.megatron import FP8_FORMATS, LOCAL, TE_LINEAR, TRANSFORMER_ENGINE
 from megatron_rl.config.roles import PassSpec
+from megatron_rl.planning.feature_rows.adapter_rows import lora_key
 from megatron_rl.planning.features import (
     ROLE,
     Feature,
@@ -34,18 +35,11 @@ def _key(use: Use, name: str) -> str:
     return f"{use.role.key}.{name}"
 
 
-def _lacks_te(run: RunFacts, use: Use) -> str:
-    model = None if use.role is None or run.on_cpu else run.model_of(use.role)
-    own = "" if model is None else model.attention.te_lacks
-    return f"transformer-engine has no linear layers for {own}: they are this project's own" if own else ""
-
-
-def _norms(run: RunFacts, use: Use) -> str:
-    model = None if use.role is None or run.on_cpu else run.model_of(use.role)
-    is_fused = TRANSFORMER_ENGINE in use.settings.values()
-    if model is None or not is_fused or model.attention.te_lacks or not model.parts.family.style.zero_centred_norms:
+def _adapted_norms(run: RunFacts, use: Use) -> str:
+    role = use.role
+    if role is None or not role.lora.rank or TRANSFORMER_ENGINE not in use.settings.values():
         return ""
-    return "transformer-engine's fused norms have no weight w that stands for 1 + w"
+    return "adapters read what the norm returns, and transformer-engine computes norm and linear at once"
 
 
 def _fp8(run: RunFacts) -> Iterator[Use]:
@@ -91,14 +85,13 @@ ROWS = (
         "transformer-engine's linear layers",
         {f"{ROLE}.{IMPLEMENTATION}": TE_LINEAR},
         of_roles(IMPLEMENTATION, LOCAL, equals(TE_LINEAR, TRANSFORMER_ENGINE)),
-        excludes=(
-            Relation("cpu", "transformer-engine computes on GPUs alone"),
-            Relation("lora", "adapters are on Megatron's own linear layers"),
-        ),
-        of_model=(
-            Requirement("Megatron's own linear layers", _lacks_te),
+        excludes=(Relation("cpu", "transformer-engine computes on GPUs alone"),),
+        of_layout=(
             Requirement(
-                "te_linear where norms store w - 1", _norms, lambda run, use: {_key(use, IMPLEMENTATION): TE_LINEAR}
+                "te_linear with LoRA adapters",
+                _adapted_norms,
+                lambda run, use: {_key(use, IMPLEMENTATION): TE_LINEAR},
+                keys=lambda run, use: {} if use.role is None else {f"{lora_key(use.role)}.rank": use.role.lora.rank},
             ),
         ),
         proven=(),
