@@ -30,7 +30,7 @@ def test_models_that_transformer_engine_computes(config, tmp_path):
     config.actor_rollout_ref.model.lora.rank = 8
     options.transformer_impl = "transformer_engine"
     (problem,) = [text for text in problems(config) if IMPL in text]
-    assert "lora.rank=8 do not go together: adapters read what the norm returns" in problem
+    assert "lora.rank=8 do not go together: adapters read the norm's output" in problem
     assert f"; try: {IMPL}=te_linear" in problem
     options.transformer_impl = "te_linear"
     assert not [text for text in problems(config) if IMPL in text]

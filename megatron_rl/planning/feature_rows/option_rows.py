@@ -39,7 +39,7 @@ def _adapted_norms(run: RunFacts, use: Use) -> str:
     role = use.role
     if role is None or not role.lora.rank or TRANSFORMER_ENGINE not in use.settings.values():
         return ""
-    return "adapters read what the norm returns, and transformer-engine computes norm and linear at once"
+    return "adapters read the norm's output, and transformer-engine computes norm and linear at once"
 
 
 def _fp8(run: RunFacts) -> Iterator[Use]:
