@@ -10,9 +10,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.checkpoint.hf_config import language_config
+from megatron_rl.checkpoint.hf_config import language_config, read_tokenizer
 from megatron_rl.checkpoint.identity import TOKENIZER_FILES, end_tokens
 from megatron_rl.config.json_files import read_json_object
 
@@ -52,7 +52,7 @@ def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a folder, which the driver has loaded before; None where it has none."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return read_tokenizer(folder)
 
 
 def write_generation_config(source: Path, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:

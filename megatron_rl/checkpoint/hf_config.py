@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_rl.config.json_files import read_json_object
 from megatron_rl.errors import ConfigError
@@ -28,6 +28,13 @@ def read_hf_config(folder: Path | str) -> PretrainedConfig:
         raise ConfigError(f"transformers cannot read {file}: {' '.join(str(error).split())[:500]}") from error
     own.model_type = KNOWN_TYPES[kind]  # by which transformers finds how weights are named, too
     return own
+
+
+def read_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a Hugging Face folder, whose settings are read as `read_hf_config` does; no code of the
+    folder is run. Raises ConfigError as that, and transformers' errors.
+    """
+    return AutoTokenizer.from_pretrained(folder, config=read_hf_config(folder), trust_remote_code=False)
 
 
 def language_config(folder: Path | str) -> PretrainedConfig:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 
 from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, write_generation_config
-from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.hf_config import read_hf_config, read_tokenizer
 from megatron_rl.checkpoint.larger_models import classifier_config, copy_description
 from megatron_rl.checkpoint.storage import free_space, storage_reason
 from megatron_rl.errors import StorageError
@@ -166,7 +165,7 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
         hf_config.num_labels = 1
         setattr(hf_config, SCORE_AT_END, True)  # which transformers keeps and does not read
     hf_config.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = read_tokenizer(source)
     tokenizer.save_pretrained(folder)
     write_generation_config(source, folder, tokenizer)
 
