@@ -185,7 +185,7 @@ def test_stages(command_line, files: Path, stage: str, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_experts(command_line, files: Path, tmp_path: Path) -> None:
     """Adapters of every expert on two ranks that share them: `sft`, and `train` from its adapter. That merges for
-    generation, and without it ends with one sentence. Checkpoints export the adapter's bytes and the merged model.
+    generation, and told not to ends with one sentence. Checkpoints export the adapter's bytes and the merged model.
 
     Would not catch experts that are cut, which tests/dist have.
     """
@@ -195,10 +195,11 @@ def test_experts(command_line, files: Path, tmp_path: Path) -> None:
     tuned = command_line(*keys_of(files, "sft"), *keys, stage="sft")
     assert tuned.wait() == 0, tuned.text()
     keys = (*SHORT, *keys, f"{LORA}.adapter_path={tuned.run / 'adapter'}", "trainer.save_freq=2")
-    refused = command_line(*keys, config=GRPO)
+    refused = command_line(*keys, f"{LORA}.merge=false", config=GRPO)
     assert refused.wait() == 2 and f"try: {LORA}.merge=true" in " ".join(refused.text().split())
-    merged = command_line(*keys, f"{LORA}.merge=true", config=GRPO)
+    merged = command_line(*keys, config=GRPO)
     assert merged.wait() == 0, merged.text()
+    assert f"{LORA}.merge=true is chosen: " in merged.text()
     name = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_B.weight"
     first, second = (load_file(run.run / "adapter" / ADAPTER)[name] for run in (tuned, merged))
     assert first.any() and not torch.equal(first, second)
