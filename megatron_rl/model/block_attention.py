@@ -160,7 +160,7 @@ def sink_gradient(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> 
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, facing: Facing, kind: AttentionKind, places: Places | None
+    query: Tensor, key: Tensor, value: Tensor, facing: Facing, kind: AttentionKind = PLAIN, places: Places | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `block_forward`."""
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -182,8 +182,8 @@ def plain_backward(
     out: Tensor,
     log_sum: Tensor,
     facing: Facing,
-    kind: AttentionKind,
-    places: Places | None,
+    kind: AttentionKind = PLAIN,
+    places: Places | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `block_backward`; gradients in float32."""
     d_query, d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (query, key, value))
