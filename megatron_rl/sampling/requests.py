@@ -74,6 +74,8 @@ class Requests:
         while len(handed_out) < num and (head := self.head()) is not None and self.may_start(head, version):
             if self._given_back:
                 heappop(self._given_back)
+                if head // self.rules.group_size in self._begun_under:
+                    self._note_version(head, version)  # a replica may have older weights than the one that was lost
             else:
                 self._begin_request(head, version)
             handed_out.append(head)
