@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from megatron_rl.checkpoint.export_saved import StoredModel, saved_model, write_model
 from megatron_rl.checkpoint.folders import find
-from megatron_rl.checkpoint.hf_config import language_config, read_hf_config
+from megatron_rl.checkpoint.hf_config import language_config, read_hf_config, read_tokenizer
 from megatron_rl.checkpoint.hf_import import is_finite
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import MANIFEST, model_identity
@@ -182,9 +181,9 @@ def first_difference(first: StoredModel, other: StoredModel) -> str | None:
 def _tokens(folder: Path) -> dict[str, int]:
     """Token -> its number; {} if there is no tokenizer to read."""
     try:
-        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+        vocabulary: dict[str, int] = read_tokenizer(folder).get_vocab()
         return vocabulary
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError):
         return {}
 
 

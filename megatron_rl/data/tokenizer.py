@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTra
 from megatron_rl.errors import ConfigError
 
 
-def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def _read(folder: str | Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a model folder as transformers does; no code of a folder is run.
 
     Where transformers does not know the model_type of config.json, as of Kimi-K2, the tokenizer's own file decides:
@@ -31,7 +31,7 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> PreT
     Raises ConfigError if its files are damaged or do not go together.
     """
     try:
-        return read_tokenizer(path)
+        return _read(path)
     except Exception as error:  # the library raises its own errors, and its parsers bare ones
         code = _own_code(Path(path) / "tokenizer_config.json")
         asked = f"it asks for code of its own, {code}, and no code of a folder is run; " if code else ""
