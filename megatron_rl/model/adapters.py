@@ -126,7 +126,7 @@ class LinearAdapters(AdapterDict):
         return AddedProducts.apply(out, down, self.starts, self.scale, *ups), output[1]
 
     def shared(self, adapter: Adapter) -> list[torch.nn.Parameter]:
-        """What every TP rank holds whole while it sees tokens of its own: its gradient is summed over them."""
+        """Return the matrices that TP ranks hold whole while they see different tokens: gradients are summed."""
         if not self.sequence_parallel:
             return []
         if self.is_whole:

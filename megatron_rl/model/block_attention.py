@@ -150,12 +150,6 @@ class Merged:
         self.log_sum = total
 
 
-def sink_gradient(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks [N]: one has probability p and value 0, so its logit's is -p (gradient . output)."""
-    share = (sinks.float() - log_sum).exp_()
-    return share.mul_((grad * out).sum(-1, dtype=torch.float32)).sum(0).neg_().to(sinks.dtype)
-
-
 # With matrix products: on any device, in float32
 
 

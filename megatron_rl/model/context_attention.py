@@ -37,11 +37,12 @@ from megatron_rl.model.block_attention import (
     block_backward,
     block_forward,
     boundaries_of,
-    sink_gradient,
 )
+from megatron_rl.model.eager_attention import sink_gradient
 from megatron_rl.model.key_exchange import Alone, Gathered, KeyExchange, Ring, to_heads, to_own_tokens
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
+from megatron_rl.records import places_in_rows
 
 P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
 
@@ -96,8 +97,7 @@ class ContextSegments(Segments):
         device that tensors are wanted on. size: C. group: the group of attention. how: one of `cp_comm_type`, which
         alone can be computed; None: all. with_slots: see `Segments.on_host`.
         """
-        sizes = torch.tensor(lengths)
-        positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        positions = places_in_rows(torch.tensor(lengths))
         segments = cls(
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
@@ -122,8 +122,14 @@ class ContextSegments(Segments):
             return [KeyBlock(self._earlier, None, self.first_chunks)]
         return [KeyBlock(self._later, self.second_chunks, None)]
 
-    def places_of(self, block: KeyBlock, rank: int, source: int, device: torch.device) -> Places:
-        """Return the positions of a block's queries on `rank` and of its keys from rank `source`, on a device."""
+    def places_of(
+        self, block: KeyBlock, kind: AttentionKind, rank: int, source: int, device: torch.device
+    ) -> Places | None:
+        """Return the positions of a block's queries on `rank` and of its keys from rank `source`, on a device; None for
+        attention that needs none.
+        """
+        if kind.window is None:
+            return None
         of_queries, of_keys = self._places_on(rank, device), self._places_on(source, device)
         return Places(taken(of_queries, block.queries), taken(of_keys, block.keys))
 
@@ -134,9 +140,7 @@ class ContextSegments(Segments):
 
     def _places(self, rank: int) -> Tensor:
         """Positions in their sequences of the tokens of a rank, of all rows, int64."""
-        sizes = torch.tensor(self.lengths)
-        positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return positions[zigzag_columns(self.lengths, self.size, rank)]
+        return places_in_rows(torch.tensor(self.lengths))[zigzag_columns(self.lengths, self.size, rank)]
 
     def _with_chunks(self) -> Self:
         chunks = torch.tensor(self._lengths_over(2 * self.size))
@@ -247,7 +251,7 @@ class BlockWise(torch.autograd.Function):
         for source, pair in exchange.blocks(torch.stack([key, value])):
             for block in segments.blocks(rank, source, query.device):
                 k, v = (taken(x, block.keys) for x in pair)
-                places = segments.places_of(block, rank, source, query.device) if kind.window is not None else None
+                places = segments.places_of(block, kind, rank, source, query.device)
                 merged.add(*block_forward(taken(query, block.queries), k, v, block.facing, kind, places), block.queries)
         if sinks is not None:
             merged.join(sinks)
@@ -267,9 +271,7 @@ class BlockWise(torch.autograd.Function):
                 facing, queries, keys = block
                 q, o, sums, d_out = (taken(x, queries) for x in (query, out, log_sum, grad))
                 k, v = (taken(x, keys) for x in pair)
-                places = None
-                if ctx.kind.window is not None:
-                    places = ctx.segments.places_of(block, ctx.rank, source, query.device)
+                places = ctx.segments.places_of(block, ctx.kind, ctx.rank, source, query.device)
                 of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing, ctx.kind, places)
                 for total, of, part in zip(
                     (d_query, *d_block), (queries, keys, keys), (of_query, *of_pair), strict=True
@@ -279,7 +281,8 @@ class BlockWise(torch.autograd.Function):
 
         d_pair = ctx.exchange.returned(torch.stack([key, value]), gradients)
         d_key, d_value = d_pair.to(key.dtype)
-        d_sinks = None if sinks is None else sink_gradient(grad, out, log_sum, sinks)
+        has_sinks = sinks is not None and ctx.needs_input_grad[3]
+        d_sinks = sink_gradient(grad, out, log_sum, sinks) if has_sinks else None
         return d_query.to(query.dtype), d_key, d_value, d_sinks, None, None, None
 
 
@@ -319,9 +322,9 @@ def head_wise(
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     heads = to_heads((query, key, value), back, group).unflatten(1, (-1, query.shape[2]))
     q, k, v = heads.split([x.shape[1] // size for x in (query, key, value)], 1)
-    mine = None if sinks is None else sinks.chunk(size)[group.rank()]
-    if has_varlen_attention(query) and kind.soft_cap is None and mine is None:
+    rank_sinks = None if sinks is None else sinks.chunk(size)[group.rank()]
+    if has_varlen_attention(query) and kind.soft_cap is None and rank_sinks is None:
         out = varlen(q, k, v, segments, kind.window)
     else:
-        out = bucketed(q, k, v, segments, kind.soft_cap, kind.window, mine)
+        out = bucketed(q, k, v, segments, kind.soft_cap, kind.window, rank_sinks)
     return to_own_tokens(out, order, group)

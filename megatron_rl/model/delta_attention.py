@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl.config.megatron import LOCAL
 from megatron_rl.model.context_attention import ContextSegments
 from megatron_rl.model.delta_rule import DeltaCore, HeadSizes
 from megatron_rl.model.key_exchange import to_heads, to_own_tokens
@@ -119,38 +119,14 @@ class GatedDeltaAttention(MegatronModule):
         self.sizes = HeadSizes(delta.num_keys // ranks, delta.num_values // ranks, delta.key_size, delta.value_size)
         self.A_log = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
         self.dt_bias = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
-        linears = linears_of(config.transformer_impl)
-        self.linear_qkvz = self._columns(linears.columns, delta.channels + delta.value_columns)
+        linears, hidden = linears_of(config.transformer_impl), config.hidden_size
+        qkvz = delta.channels + delta.value_columns
+        self.linear_qkvz = linears.cut_by_outputs(config, hidden, qkvz, self.tp_group)
         # Two columns a head: fewer than FP8 products take on a rank.
-        self.linear_ba = self._columns(ColumnParallelLinear, 2 * delta.num_values)
+        self.linear_ba = linears_of(LOCAL).cut_by_outputs(config, hidden, 2 * delta.num_values, self.tp_group)
         self.conv = ChannelWeights(config, sum(self.sizes.sections), delta.width)
         self.norm = GatedNorm(config, delta.value_size, self.tp_group)
-        self.linear_proj = linears.rows(
-            delta.value_columns,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
-
-    def _columns(self, linear: Any, num_out: int) -> Any:
-        """A linear layer cut by heads of keys; under sequence parallelism it gathers its input."""
-        config = self.config
-        return linear(
-            config.hidden_size,
-            num_out,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
+        self.linear_proj = linears.cut_by_inputs(config, delta.value_columns, hidden, self.tp_group)
 
     def forward(
         self,
@@ -189,8 +165,8 @@ class GatedDeltaAttention(MegatronModule):
         assert order is not None and back is not None  # of a model that `needs_whole`
         mixed, b, a = tokens
         heads = to_heads((*mixed.split(self.sizes.sections, -1), b, a), back, group)
-        mine = heads.split([x.shape[1] // size for x in tokens], -1)
-        return to_own_tokens(self._of_segments(mine, segments, self._weights(group.rank(), size)), order, group)
+        shares = heads.split([x.shape[1] // size for x in tokens], -1)
+        return to_own_tokens(self._of_segments(shares, segments, self._weights(group.rank(), size)), order, group)
 
     def _core(self, mixed: Tensor, b: Tensor, a: Tensor, weights: HeadWeights) -> Tensor:
         out: Tensor = DeltaCore.apply(mixed, b, a, *weights)

@@ -70,12 +70,18 @@ class EagerAttention(torch.autograd.Function):
             q = by_group(query[:, rows].float(), num_kv)
             for of, through, mixed in ((d_key, d_scores, q), (d_value, probs, d_out)):
                 of[:, keys] += (through.transpose(-1, -2) @ mixed).sum(2).transpose(1, 2)
-        d_sinks = None
-        if sinks is not None and ctx.needs_input_grad[5]:
-            # A sink has probability p and value 0, so its logit's gradient is -p (gradient . output).
-            share = (sinks.float() - log_sum).exp_()
-            d_sinks = share.mul_((grad * out).sum(-1, dtype=torch.float32)).sum((0, 1)).neg_().to(sinks.dtype)
+        has_sinks = sinks is not None and ctx.needs_input_grad[5]
+        d_sinks = sink_gradient(grad, out, log_sum, sinks) if has_sinks else None
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None, d_sinks
+
+
+def sink_gradient(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks [N]: one has probability p and value 0, so its logit's is -p (grad . out).
+
+    grad, out: [..., N, D]. log_sum: [..., N], over all keys and the sinks.
+    """
+    share = (sinks.float() - log_sum).exp_().mul_((grad * out).sum(-1, dtype=torch.float32))
+    return share.flatten(0, -2).sum(0).neg_().to(sinks.dtype)
 
 
 def tiles(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:

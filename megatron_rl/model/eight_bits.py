@@ -91,7 +91,7 @@ class RoundedGradient(torch.autograd.Function):
 
 
 class Rounding(NamedTuple):
-    """How `fp8` and `fp8_recipe` round. gradients: their dtype; the other factors are always e4m3."""
+    """Rounding by `fp8` and `fp8_recipe`. gradients: their dtype; the other factors are always e4m3."""
 
     gradients: torch.dtype
     recipe: str

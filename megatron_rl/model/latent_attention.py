@@ -56,44 +56,21 @@ class LatentSelfAttention(MegatronModule):
         super().__init__(config=config)
         self.latent, self.growth, self.turn_scale, self.tp_group = latent, growth, turn_scale, pg_collection.tp
         hidden, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        self.linears = linears_of(config.transformer_impl)
-        self.linear_down = self.linears.whole(config, hidden, (latent.q_rank or 0) + latent.cached, self.tp_group)
+        linears = linears_of(config.transformer_impl)
+        self.linear_down = linears.whole(config, hidden, (latent.q_rank or 0) + latent.cached, self.tp_group)
         if latent.q_rank is None:
-            self.linear_q = self._columns(hidden, heads * latent.query)
+            self.linear_q = linears.cut_by_outputs(config, hidden, heads * latent.query, self.tp_group)
         else:
             self.q_layernorm = RMSNorm(config, latent.q_rank, eps)
-            self.linear_q_up = self._columns(latent.q_rank, heads * latent.query)
+            self.linear_q_up = linears.cut_by_outputs(config, latent.q_rank, heads * latent.query, self.tp_group)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, eps)
-        self.linear_kv_up = self._columns(latent.kv_rank, heads * (latent.nope + latent.value))
-        self.linear_proj = self.linears.rows(
-            heads * latent.value,
-            hidden,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=self.tp_group,
+        self.linear_kv_up = linears.cut_by_outputs(
+            config, latent.kv_rank, heads * (latent.nope + latent.value), self.tp_group
         )
+        self.linear_proj = linears.cut_by_inputs(config, heads * latent.value, hidden, self.tp_group)
         self.core_attention = ContextAttention(config, layer_number, AttnMaskType.causal, "self")
         parts = config.recompute_modules if config.recompute_granularity == "selective" else None
         self.makes_core_again = "core_attn" in (parts or ())
-
-    def _columns(self, num_in: int, num_out: int) -> Any:
-        """A linear layer sharded by heads; under sequence parallelism it gathers its input."""
-        config = self.config
-        return self.linears.columns(
-            num_in,
-            num_out,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
 
     def forward(
         self,

@@ -68,7 +68,8 @@ class MTPLayer(MegatronModule):
         """
         if self.config.sequence_parallel:
             vectors = scatter_to_sequence_parallel_region(vectors)
-        if self.unnormed is not None:
+        if self.reads_unnormed:
+            assert self.unnormed is not None  # the last norm reads its input in the same pass
             hidden, self.unnormed = self.unnormed, None
         elif self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden)

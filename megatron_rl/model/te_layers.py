@@ -51,6 +51,36 @@ class Linears(NamedTuple):
     biased_rows: Any
     whole: Any
 
+    def cut_by_outputs(self, config: TransformerConfig, num_in: int, num_out: int, tp_group: ProcessGroup) -> Any:
+        """Return a linear layer without a bias whose outputs TP ranks divide. Under sequence parallelism it gathers its
+        input.
+        """
+        return self.columns(
+            num_in,
+            num_out,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=tp_group,
+        )
+
+    def cut_by_inputs(self, config: TransformerConfig, num_in: int, num_out: int, tp_group: ProcessGroup) -> Any:
+        """Return a linear layer without a bias whose inputs TP ranks divide; its output is summed over them."""
+        return self.rows(
+            num_in,
+            num_out,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=tp_group,
+        )
+
 
 def linears_of(implementation: str) -> Linears:
     """Return the classes that compute linear layers under `transformer_impl`. Where it is transformer-engine's,

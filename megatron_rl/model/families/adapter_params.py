@@ -37,7 +37,7 @@ CANONICAL = {
 }
 """Name of a projection in a folder -> its name in verl's canonical_lora, where it is not Megatron's."""
 OWN_INPUTS = ("linear_down", "linear_q", "linear_q_up", "linear_kv_up", "linear_qkvz")
-"""What `linear_qkv` stands for in attention that has no linear of this name: what makes queries, keys and values."""
+"""Linears for which `linear_qkv` stands in attention without one of this name: they make queries, keys and values."""
 PROJECTING = frozenset((*LINEARS, *OWN_INPUTS, "linear_ba"))
 """Megatron's names of the linears that can have adapters."""
 STACKED = {"w13": "linear_fc1", "w2": "linear_fc2"}

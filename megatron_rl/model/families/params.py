@@ -21,11 +21,11 @@ HEAD = "output_layer.weight"
 EIGHT_BIT_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears of attention and dense MLPs, whose products can be in FP8."""
 OWN_EIGHT_BIT_LINEARS = ("linear_down", "linear_q", "linear_q_up", "linear_kv_up", "linear_qkvz")
-"""Those of latent attention and the gated delta rule. The latter's linear_ba, of a few columns, stays in the training
-dtype, as in Qwen's own FP8 folders."""
+"""The same of latent attention and the gated delta rule, whose linear_ba, of few columns, stays in the training dtype,
+as in Qwen's own FP8 folders."""
 EIGHT_BIT_STACKS = ("w13", "w2")
 KEPT_IN_ENGINE = ("linear_kv_up",)
-"""That of which vLLM's attention multiplies with two parts in the training dtype: generation never reads its codes."""
+"""Linears that generation does not read in FP8: vLLM's attention multiplies with two parts of the unrounded weight."""
 
 
 def is_in_eight_bits(name: str) -> bool:
