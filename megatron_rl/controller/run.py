@@ -246,8 +246,8 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
     """Connect the ranks of both pools. Raises WorkerFailure if that fails."""
-    address = actor.offer_bridge(num_receivers).get()
-    joining = actor.join_bridge(address), rollout.join_bridge(address)
+    address = actor.offer_transfer(num_receivers).get()
+    joining = actor.join_transfer(address), rollout.join_transfer(address)
     for broken in (one for future in joining for one in future.get() if one):
         raise WorkerFailure(f"the actor's ranks and the rollout's cannot meet: {broken}", is_loss=True)
 

@@ -26,13 +26,13 @@ from megatron_rl.dispatch import CallInterval, RemoteMethod
 from megatron_rl.node_check.cluster_check import NodeCheck
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.planning.planned_steps import stall_timeout_s
-from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.role_classes import CLASSES
+from megatron_rl.roles.transfer_address import TransferSettings
 
 Kind = TypeVar("Kind")
 
@@ -111,8 +111,8 @@ class RunPools:
         for role in placement.roles.values():
             if role.kind.generates and role.pool in cluster.replicated:
                 continue
-            bridge = AcrossBridge() if role.kind.generates and not placement.is_colocated else None
-            building.append((role.name, hosts[role.pool].build(role.name, bridge)))
+            transfer = TransferSettings() if role.kind.generates and not placement.is_colocated else None
+            building.append((role.name, hosts[role.pool].build(role.name, transfer)))
         for name, future in building:
             with logger.clock.waiting(f"build {name}"):
                 future.get()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.hybrid_engine.allgather_pp import slot_view
-from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel, receiving_slots
 from megatron_rl.hybrid_engine.exchange import Exchange
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
 from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.hybrid_engine.transfer_plan import make_transfer_plan, model_numel, receiving_slots
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor, Place
@@ -88,4 +88,4 @@ class Constants:
         """Plan the stream between the members of a weight transfer, the senders first; each sender has everything."""
         held = tuple(self._slots.values())
         senders = [replace(member, held=held, wanted=None) for member in members[:num_senders]]
-        return make_bridge_plan(self.described, senders, members[num_senders:])
+        return make_transfer_plan(self.described, senders, members[num_senders:])

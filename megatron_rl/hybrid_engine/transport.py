@@ -142,7 +142,7 @@ def open_joint_group(store: dist.Store, rank: int, size: int, device: Device, ti
     know the group: use it through `Transport`. After a failure or a time-out it is broken for all its ranks. Raises
     torch.distributed.DistStoreError or RuntimeError if ranks are missing.
     """
-    store = dist.PrefixStore("bridge", store)
+    store = dist.PrefixStore("weight_transfer", store)
     store.set_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)
     for kind, backend_name in device.backends.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.hybrid_engine.bridge_plan import MIN_CHUNK, PARTS_PER_CHUNK
 from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST, mask_bytes
+from megatron_rl.hybrid_engine.transfer_plan import MIN_CHUNK, PARTS_PER_CHUNK
 from megatron_rl.planning.role_ledger import Held
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.transition import sent_bytes

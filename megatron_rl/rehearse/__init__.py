@@ -10,7 +10,7 @@ rehearsal_request.py  which ranks, of which configuration
 fewer_layers.py       a configuration whose models have few layers
 child.py              the process: a fork for each rank
 rehearsed_rank.py     a rank's phases, on the batches of synthetic_batches.py
-rehearsed_rollout.py  entering rollout mode in the actor's pool; rehearsed_bridge.py: weights for another pool
+rehearsed_rollout.py  entering rollout mode in the actor's pool; rehearsed_transfer.py: weights for another pool
 rehearsed_save.py     a save, without its bytes; objects that ranks exchange
 fake_peers.py         what happens where other ranks or files would answer
 dispatch_mode.py      what happens to every operation; known_values.py, memory_tracker.py: what it keeps

@@ -87,8 +87,8 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
     from megatron_rl.rehearse.fake_peers import replace_peers
     from megatron_rl.rehearse.memory_tracker import MemoryTracker
-    from megatron_rl.rehearse.rehearsed_bridge import JointRanks, first_node
     from megatron_rl.rehearse.rehearsed_rank import RehearsedRank
+    from megatron_rl.rehearse.rehearsed_transfer import JointRanks, first_node
 
     config = read_run(Path(request.config), request.overrides, request.task).config
     assert config is not None  # the parent has checked it

@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine import offload, stable_memory, verify
-from megatron_rl.hybrid_engine.bridge import Offer
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.hybrid_engine.weight_transfer import Offer
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-from megatron_rl.rehearse.rehearsed_bridge import JointRanks, fake_joint_group, names_of, same_place
+from megatron_rl.rehearse.rehearsed_transfer import JointRanks, fake_joint_group, names_of, same_place
 from megatron_rl.roles import actor, received_weights, teacher_heads
-from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
+from megatron_rl.roles.transfer_address import TransferAddress
 
 
 def replace_peers(mode: RehearsalMode, members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
@@ -76,13 +76,13 @@ def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
     if joint is None:
         return
 
-    def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: timedelta) -> Transport:
+    def join_transfer(address: TransferAddress, number: int, device: Device, timeout: timedelta) -> Transport:
         group = fake_joint_group(number, address.size)
         mode.joint = group, joint.numbers
         return Transport(group, is_own=True)
 
     for module in (actor, received_weights):
-        vars(module)["join_bridge"] = join_bridge
+        vars(module)["join_transfer"] = join_transfer
 
 
 def _move_no_bytes(mode: RehearsalMode) -> None:

@@ -16,9 +16,9 @@ from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.observe.memory_ledger import PhaseMemory
 from megatron_rl.records import Batch
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
 from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
 from megatron_rl.rehearse.rehearsed_save import record_objects, rehearse_save
+from megatron_rl.rehearse.rehearsed_transfer import JointRanks, RehearsedReceiver
 from megatron_rl.rehearse.synthetic_batches import (
     ANSWERS,
     UNEVEN,
@@ -99,7 +99,7 @@ class RehearsedRank:
         host, rollout, joint, memory = self.host, self.host.spec.role(ROLLOUT), self.joint, self.mode.memory
         if joint is not None and ACTOR in host.roles:
             actor: Any = host.roles[ACTOR]
-            self._phase("init", lambda: actor.join_bridge(joint.address))
+            self._phase("init", lambda: actor.join_transfer(joint.address))
             host.ledger.note("init")
             return {RESHARD: lambda: host.run(ACTOR, "send_weights", (0,), {})}
         if rollout is None:

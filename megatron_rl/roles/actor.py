@@ -26,14 +26,14 @@ from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_los
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
-from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 from megatron_rl.roles.teacher import num_compared
+from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
 
 if TYPE_CHECKING:
-    from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
     from megatron_rl.hybrid_engine.streams import Constants
+    from megatron_rl.hybrid_engine.weight_transfer import SendAttempt, SendReport, WeightSender
     from megatron_rl.roles.distillation_terms import Distillation
     from megatron_rl.roles.merged_shards import MergedShards
     from megatron_rl.roles.mtp_training import MTPTraining
@@ -73,8 +73,8 @@ class Actor(TrainedRole):
             self.mtp = MTPTraining(self.trainable, self.scorer, self.config.mtp_loss_scaling_factor)
         # On rank 0, if the rollout has pools of its own: the weight transfer's store, and older ones that ranks may
         # still use.
-        self.bridge_stores: list[BridgeStore] = []
-        self.sender: BridgeSender | None = None
+        self.transfer_stores: list[TransferStore] = []
+        self.sender: WeightSender | None = None
         self.sent_constants: Constants | None = None  # the biases of experts, as a weight transfer sends them
         self.merged: MergedShards | None = None  # what a weight transfer sends where adapters are merged
 
@@ -158,37 +158,37 @@ class Actor(TrainedRole):
     # Weights for a rollout in another pool
 
     @remote_method(Dispatch.RANK_ZERO)
-    def offer_bridge(self, num_receivers: int) -> BridgeAddress:
+    def offer_transfer(self, num_receivers: int) -> TransferAddress:
         """Serve a store through which both sides connect, a new one after ranks were lost; returns its address.
 
         Ranks that listen at an older store stop.
         """
-        for left in self.bridge_stores:
+        for left in self.transfer_stores:
             left.close()
-        self.bridge_stores.append(BridgeStore(self.rank, num_receivers))
-        return self.bridge_stores[-1].address
+        self.transfer_stores.append(TransferStore(self.rank, num_receivers))
+        return self.transfer_stores[-1].address
 
     @remote_method(Dispatch.ONE_TO_ALL)
-    def join_bridge(self, address: BridgeAddress) -> str:
+    def join_transfer(self, address: TransferAddress) -> str:
         """Build this pool's end of the weight transfer in place of an older one; returns "", or the reason if a rank
         was lost.
 
-        Collective over both sides, with the rollout's `join_bridge`. All training ranks return the same.
+        Collective over both sides, with the rollout's `join_transfer`. All training ranks return the same.
         """
-        from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
+        from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
 
         if self.sender is not None:
             self.sender.close()
         broken = ""
         try:
             self._join(address)
-        except BrokenBridgeError as error:
+        except BrokenTransferError as error:
             broken = str(error)
         return self._agreed(broken)
 
-    def _join(self, address: BridgeAddress) -> None:
-        from megatron_rl.hybrid_engine.bridge import BridgeSender
+    def _join(self, address: TransferAddress) -> None:
         from megatron_rl.hybrid_engine.streams import Constants
+        from megatron_rl.hybrid_engine.weight_transfer import WeightSender
         from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.flat_parameters import flat_parameters
         from megatron_rl.roles.merged_shards import MergedShards
@@ -203,16 +203,16 @@ class Actor(TrainedRole):
             flat = flat_parameters(view, self.rank.groups, source.place, None, self.rank.node)
         if self.checkpoint.bias is not None:
             self.sent_constants = Constants(self.checkpoint.bias.described, self.rank.device.torch_device)
-        self.sender = BridgeSender(
+        self.sender = WeightSender(
             flat,
             tensors_of(view.specs),
-            join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
+            join_transfer(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
             deltas=rollout.weight_deltas,
             constants=self.sent_constants,
         )
-        del self.bridge_stores[:-1]
+        del self.transfer_stores[:-1]
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def send_weights(self, version: int) -> SendReport:
@@ -227,16 +227,16 @@ class Actor(TrainedRole):
         holding: replica -> the version that its generation must hold before; calls the ranks that listen, those with a
         second buffer, and returns when the weights have arrived on all of them. None: `try_receive_weights` calls them.
         """
-        from megatron_rl.hybrid_engine.bridge import BrokenBridgeError, SendAttempt
+        from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError, SendAttempt
 
         report, broken, concluded = None, "", list[Any]()
-        if holding is not None and self.bridge_stores:
-            self.bridge_stores[-1].call(holding)
+        if holding is not None and self.transfer_stores:
+            self.transfer_stores[-1].call(holding)
         try:
             report = self._send(version)
             if holding is not None and self.sender is not None:
                 concluded = self.sender.conclude()
-        except BrokenBridgeError as error:
+        except BrokenTransferError as error:
             broken = str(error)
         if broken := self._agreed(broken):
             return SendAttempt(version, broken)
@@ -254,7 +254,7 @@ class Actor(TrainedRole):
 
     def _send(self, version: int) -> SendReport:
         if self.sender is None:
-            raise RuntimeError("the weight transfer is not connected: call join_bridge() first")
+            raise RuntimeError("the weight transfer is not connected: call join_transfer() first")
         bias, constants = self.checkpoint.bias, self.sent_constants
         with_constants = bias is not None and bias.has_moved
         if bias is not None and constants is not None and with_constants:

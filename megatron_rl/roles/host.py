@@ -22,12 +22,12 @@ from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
-from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import open_store
 from megatron_rl.roles.role import Role, TrainedRole
 from megatron_rl.roles.role_classes import build_role
+from megatron_rl.roles.transfer_address import TransferSettings
 from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
@@ -102,10 +102,10 @@ class RankHost:
         )
 
     @remote_method(Dispatch.ONE_TO_ALL)
-    def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
-        """Make one role of this pool. bridge: for a rollout whose actor is in another pool."""
+    def build(self, name: str, transfer: TransferSettings | None = None) -> None:
+        """Make one role of this pool. transfer: for a rollout whose actor is in another pool."""
         spec = next(role for role in self.spec.roles if role.name == name)
-        self.roles[name] = build_role(spec, self.rank, self.roles, bridge)
+        self.roles[name] = build_role(spec, self.rank, self.roles, transfer)
         self.ledger.note("init")
 
     def run(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

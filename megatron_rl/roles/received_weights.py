@@ -13,17 +13,17 @@ import torch
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.device import side_stream, synchronize
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
-from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BrokenBridgeError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.streams import Constants
+from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError, WeightReceiver
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.sharding import Place, shard_of
-from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress, BridgeCalls, join_bridge
 from megatron_rl.roles.expert_bias import biases_of, described_biases
 from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.transfer_address import TransferAddress, TransferCalls, TransferSettings, join_transfer
 
 if TYPE_CHECKING:
     from megatron_rl.roles.model_source import ModelSource
@@ -48,7 +48,7 @@ class Arrivals:
     replica: the number of this rank's replica in the calls.
     """
 
-    def __init__(self, receiver: BridgeReceiver, device: torch.device, replica: int) -> None:
+    def __init__(self, receiver: WeightReceiver, device: torch.device, replica: int) -> None:
         self.receiver, self._device, self._replica = receiver, device, replica
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -56,7 +56,7 @@ class Arrivals:
         self._broken = ""
         self._failure: Exception | None = None
 
-    def listen(self, calls: BridgeCalls) -> None:
+    def listen(self, calls: TransferCalls) -> None:
         """Start a thread that takes part in every transfer that training calls for, until the calls end."""
         self._broken = ""
         self._thread = threading.Thread(
@@ -65,7 +65,7 @@ class Arrivals:
         self._thread.start()
 
     def receive(self, with_constants: bool = False) -> TransitionReport:
-        """Receive the weights that training sends, without a call. with_constants: see `BridgeReceiver.receive`. Raises
+        """Receive the weights that training sends, without a call. with_constants: see `WeightReceiver.receive`. Raises
         RuntimeError if a thread listens.
         """
         if self._thread is not None:
@@ -76,7 +76,7 @@ class Arrivals:
         """Receive what training sends; a broken transfer is reported, not raised."""
         try:
             transition = self.receive()
-        except BrokenBridgeError as error:
+        except BrokenTransferError as error:
             return Arrival(None, str(error))
         return Arrival(self.receiver.version, "", transition)
 
@@ -127,12 +127,12 @@ class Arrivals:
         held = self.receiver.version
         return version is None or (held is not None and held >= version)
 
-    def _listen(self, calls: BridgeCalls, stream: AbstractContextManager[Any]) -> None:
+    def _listen(self, calls: TransferCalls, stream: AbstractContextManager[Any]) -> None:
         try:
             with stream:
                 while (holding := calls.next()) is not None:
                     self._answer(holding.get(self._replica))
-        except BrokenBridgeError as error:
+        except BrokenTransferError as error:
             self._broken = str(error)
         except Exception as error:  # for the next method
             self._failure = error
@@ -180,7 +180,7 @@ class ReceivedWeights:
 
     def __init__(
         self,
-        receiver: BridgeReceiver,
+        receiver: WeightReceiver,
         rank: Rank,
         grid: RolloutGrid,
         replica: int,
@@ -196,14 +196,14 @@ class ReceivedWeights:
         for tensor in receiver.tensors.values():
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
-    def join(self, address: BridgeAddress) -> None:
+    def join(self, address: TransferAddress) -> None:
         """Connect to training, in place of an older weight transfer; collective over both sides. No memory moves.
 
-        With a second buffer weights may arrive from now on. Raises BrokenBridgeError if a rank is lost meanwhile.
+        With a second buffer weights may arrive from now on. Raises BrokenTransferError if a rank is lost meanwhile.
         """
         self.arrivals.leave()
         number = self._rank.groups.rank
-        transport = join_bridge(address, address.receiver(number), self._rank.device, self._rank.timeout)
+        transport = join_transfer(address, address.receiver(number), self._rank.device, self._rank.timeout)
         member = Member(
             rank=address.first_receiver + number,
             node=self._rank.node,
@@ -213,7 +213,7 @@ class ReceivedWeights:
         )
         self.receiver.join(member, transport)
         if self.receiver.has_second_buffer:
-            self.arrivals.listen(BridgeCalls(address, self._rank))
+            self.arrivals.listen(TransferCalls(address, self._rank))
 
     @property
     def version(self) -> int | None:
@@ -253,7 +253,7 @@ class ReceivedWeights:
 
 
 def received_weights(
-    bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
+    transfer: TransferSettings, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
     """Memory for the rollout shard that will come by a weight transfer. Adapters that are not merged come alone; the
     base is read from its folder then. The biases of experts are undefined until they are filled.
@@ -261,20 +261,20 @@ def received_weights(
     place, dtype = grid.place(rank.groups.rank, VOCAB_PADDING), torch_dtype(spec.megatron.dtype)
     constants = None
     if biases := biases_of(source.model.constants):
-        constants = Constants(described_biases(biases), rank.device.torch_device, bridge.second_buffer)
-    receiver = BridgeReceiver(
+        constants = Constants(described_biases(biases), rank.device.torch_device, transfer.second_buffer)
+    receiver = WeightReceiver(
         place,
         tensors_of(source.adapter_specs if spec.lora.crosses_alone else source.model.specs),
         dtype,
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
-        second_buffer=bridge.second_buffer,
+        second_buffer=transfer.second_buffer,
         deltas=spec.settings.weight_deltas,
         constants=constants,
     )
     base = base_shard(source, place, dtype, rank.device.torch_device) if spec.lora.crosses_alone else None
-    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica, base)
+    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + transfer.first_replica, base)
 
 
 def base_shard(source: ModelSource, place: Place, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from megatron_rl.config.roles import (
     RoleSpec,
 )
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.reference import InitialReference, Reference
@@ -26,6 +25,7 @@ from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.roles.teacher import SelfTeacher, Teacher
+from megatron_rl.roles.transfer_address import TransferSettings
 
 ALONE: dict[str, type[Actor | Critic | RewardModel | Teacher | SupervisedPolicy | TrainableRewardModel]] = {
     ACTOR: Actor,
@@ -45,11 +45,13 @@ WITH_MODEL_OF_ANOTHER: dict[str, type[InitialReference | SelfTeacher]] = {
 """Kind -> class of roles with `RoleSpec.model_of`."""
 
 
-def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None) -> Role:
-    """Make a role on this rank. neighbours: the roles that the rank has already. bridge: as for `Rollout`."""
+def build_role(
+    spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], transfer: TransferSettings | None = None
+) -> Role:
+    """Make a role on this rank. neighbours: the roles that the rank has already. transfer: as for `Rollout`."""
     kind = spec.kind.name
     if kind == ROLLOUT:
-        return Rollout(spec, rank, neighbours, bridge)
+        return Rollout(spec, rank, neighbours, transfer)
     if spec.model_of is not None:
         return WITH_MODEL_OF_ANOTHER[kind](spec, rank, neighbours)
     if kind == REFERENCE:

@@ -32,10 +32,10 @@ from megatron_rl.model.families import (
 from megatron_rl.model.families.adapter_params import held_rank
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.scale_blocks import SCALES
-from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights
 from megatron_rl.roles.role import Role
+from megatron_rl.roles.transfer_address import TransferAddress, TransferSettings
 from megatron_rl.rollout.slices import Slice, SliceReport
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Rollout(Role):
     """Generation. The constructor ends in train mode: memory that is not shared with training is released."""
 
     def __init__(
-        self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None
+        self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], transfer: TransferSettings | None = None
     ) -> None:
-        """neighbours: the other roles of this rank. bridge: for an actor in another pool, which this one must
+        """neighbours: the other roles of this rank. transfer: for an actor in another pool, which this one must
         join then; None: the actor is one of the neighbours.
         """
         from megatron_rl.checkpoint.constants import read_constants
@@ -69,21 +69,21 @@ class Rollout(Role):
         settings = source.hf_config.to_dict()
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
-        self._actor = None if bridge is not None else cast("Actor", neighbours[ACTOR])
+        self._actor = None if transfer is not None else cast("Actor", neighbours[ACTOR])
         self._constants = read_constants(source.model.constants.values(), source.path, rank.device.torch_device)
         self.weights: AllGatherPPModel | ComposedWeights | ReceivedWeights
-        self.replica = grid.replica(rank.groups.rank) + (0 if bridge is None else bridge.first_replica)
+        self.replica = grid.replica(rank.groups.rank) + (0 if transfer is None else transfer.first_replica)
         offloadable = all_offloadable(neighbours)
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
         # vLLM compiles and measures with as much memory as generation will have, not next to all of training's.
         with offloaded(offloadable):
             release_cached(rank.device.torch_device)
-            if bridge is None:
+            if transfer is None:
                 self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
                 self.weights.gather()
             else:
-                self.weights = received_weights(bridge, spec, rank, source, grid)
+                self.weights = received_weights(transfer, spec, rank, source, grid)
                 self._constants |= self.weights.fill_constants(self._constants)
             of_model, mtp = parted(self.weights.tensors, source, rank)
             self.generator = RolloutEngine(
@@ -153,16 +153,16 @@ class Rollout(Role):
         return self._received.try_receive()
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
-    def join_bridge(self, address: BridgeAddress) -> str:
-        """Connect to the actor's ranks; collective over both sides, with the actor's `join_bridge`; returns the same.
+    def join_transfer(self, address: TransferAddress) -> str:
+        """Connect to the actor's ranks; collective over both sides, with the actor's `join_transfer`; returns the same.
 
         address: with this pool's own `first_receiver`. Weights that generation reads stay, and requests continue.
         """
-        from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
+        from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
 
         try:
             self._across.join(address)
-        except BrokenBridgeError as error:
+        except BrokenTransferError as error:
             return str(error)
         return ""
 

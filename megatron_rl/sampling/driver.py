@@ -20,7 +20,7 @@ from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.roles.bridge_address import AcrossBridge
+from megatron_rl.roles.transfer_address import TransferSettings
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.replica_states import ReplicaSlot, ReplicaSlots, State
 from megatron_rl.sampling.request_queue import RequestQueue
@@ -268,7 +268,7 @@ class Driver:
 
     def build(self, slot: ReplicaSlot, _: None = None) -> None:
         """Have a started replica build its engine; it waits for weights afterwards."""
-        across = AcrossBridge(first_replica=slot.number, second_buffer=self.second_buffer)
+        across = TransferSettings(first_replica=slot.number, second_buffer=self.second_buffer)
 
         def built(_: Any) -> None:
             slot.state = State.JOINING

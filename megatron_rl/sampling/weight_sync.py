@@ -102,14 +102,14 @@ class ReplicaWeights:
         self._driver.ask(self._driver.check_replicas)
         with self._paused() as slots:
             restarts, first = restarts_of(slots), 0
-            address = self._actor.offer_bridge(sum(slot.num_ranks for slot in slots)).get()
+            address = self._actor.offer_transfer(sum(slot.num_ranks for slot in slots)).get()
             addresses = {}
             for slot in slots:
                 addresses[slot.number] = replace(address, first_receiver=first)
                 first += slot.num_ranks
-            joining = self._actor.join_bridge(address)
+            joining = self._actor.join_transfer(address)
             joined = ReplicaCalls(
-                self._driver, slots, lambda slot: slot.rollout.join_bridge(addresses[slot.number])
+                self._driver, slots, lambda slot: slot.rollout.join_transfer(addresses[slot.number])
             ).get()
             answers = [*joining.get(), *(answer for of_ranks in joined.values() for answer in of_ranks)]
         missing = [slot.replica.name for slot in slots if slot.number not in joined]

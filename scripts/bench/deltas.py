@@ -1,4 +1,4 @@
-"""What changes cost over a bridge, beside whole weights: bytes, and seconds of two processes of one thread over gloo.
+"""What deltas cost, compared with whole weights: bytes, and seconds of two processes of one thread over gloo.
 
     python scripts/bench/deltas.py --megabytes 256
 
@@ -24,10 +24,10 @@ import typer
 from transition_job import qwen2_model
 
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
-from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BridgeSender
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member, aligned
 from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver, WeightSender
 from megatron_rl.parallel.sharding import Place, shard_of
 
 SHARES = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -51,10 +51,10 @@ def rank_main(rank: int, port: int, megabytes: int, rounds: int, path: str) -> N
         transport, options = Transport(dist.group.WORLD), {"bucket_bytes": BUCKET_BYTES, "verify_every": 0}
         if rank == 0:
             own = FlatParameters((flat,), Member(0, 0, 0, tuple(slots)))
-            ends[deltas] = BridgeSender(own, tensors, transport, deltas=deltas, **options)
+            ends[deltas] = WeightSender(own, tensors, transport, deltas=deltas, **options)
             ends[deltas].send(0)
         else:
-            ends[deltas] = BridgeReceiver(place, tensors, torch.bfloat16, torch.device("cpu"), deltas=deltas, **options)
+            ends[deltas] = WeightReceiver(place, tensors, torch.bfloat16, torch.device("cpu"), deltas=deltas, **options)
             ends[deltas].join(Member(0, 1, 0, wanted=place), transport)
             ends[deltas].receive()
     seconds: dict[str, list[tuple[float, float]]] = {}  # wall, and CPU of both processes

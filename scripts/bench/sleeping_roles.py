@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
-from megatron_rl.hybrid_engine.bridge import SendAttempt
-from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
+from megatron_rl.hybrid_engine.weight_transfer import SendAttempt
 from megatron_rl.roles.environment import RankEnvironment
+from megatron_rl.roles.transfer_address import TransferAddress, TransferSettings
 from megatron_rl.rollout.slices import FINISHED_BY_STOP, Drawn, Slice, SliceReport
 from megatron_rl.sampling.engine_model import draw
 
@@ -34,11 +34,11 @@ class SleepingActor:
         self.sleeps = sleeps
 
     @remote_method(Dispatch.RANK_ZERO)
-    def offer_bridge(self, num_receivers: int) -> BridgeAddress:
-        return BridgeAddress("", 0, 1, num_receivers)
+    def offer_transfer(self, num_receivers: int) -> TransferAddress:
+        return TransferAddress("", 0, 1, num_receivers)
 
     @remote_method(Dispatch.ONE_TO_ALL)
-    def join_bridge(self, address: BridgeAddress) -> str:
+    def join_transfer(self, address: TransferAddress) -> str:
         return ""
 
     @remote_method(Dispatch.ONE_TO_ALL)
@@ -64,7 +64,7 @@ class SleepingRollout:
         pass
 
     @remote_method(Dispatch.ONE_TO_ALL)
-    def join_bridge(self, address: BridgeAddress) -> str:
+    def join_transfer(self, address: TransferAddress) -> str:
         return ""
 
     @remote_method(Dispatch.REPLICAS, phase="gen")
@@ -102,7 +102,7 @@ class SleepingHost:
         return Coordinates(rank, rank, size, True, 0, 1, rank == 0)
 
     @remote_method(Dispatch.ONE_TO_ALL)
-    def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
+    def build(self, name: str, transfer: TransferSettings | None = None) -> None:
         self.roles[name] = SleepingRollout(self.sleeps, self.place.replica)
 
     def run(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

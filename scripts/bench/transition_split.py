@@ -15,9 +15,9 @@ from torch import Tensor
 from transition_job import VOCAB_MULTIPLE, Layout, ModelJob
 
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
-from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BridgeSender
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
 from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver, WeightSender
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 
@@ -108,11 +108,11 @@ class SplitOurs:
         self.received_bytes = self.sent_bytes = 0
         if job.trains:
             own = FlatParameters((job.flat,), job.member)
-            self._end = BridgeSender(own, job.tensors, job.transport, **options)
+            self._end = WeightSender(own, job.tensors, job.transport, **options)
             self._shards = {}
         else:
             place = (job.member.wanted, job.tensors, torch.float32, torch.device("cpu"))
-            self._end = BridgeReceiver(*place, **options)
+            self._end = WeightReceiver(*place, **options)
             self._end.join(job.member, job.transport)
             self._shards = self._end.tensors
 

@@ -10,15 +10,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from layouts import bridge_ends, tensors_of, training_buffers
+from layouts import tensors_of, training_buffers, transfer_ends
 from ranks import common_store
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
-from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BridgeSender
 from megatron_rl.hybrid_engine.deltas import as_bits
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
+from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver, WeightSender
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
@@ -30,7 +30,7 @@ Model = dict[tuple[str, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pools:
-    """A model, a training pool and a rollout pool; options: keywords of `bridge_ends`.
+    """A model, a training pool and a rollout pool; options: keywords of `transfer_ends`.
 
     deltas: whether only what changed travels. drifts: the share of elements whose bits each update changes, NaN and
     negative zeros among them; (): every update draws all weights anew.
@@ -54,7 +54,7 @@ class Pools:
 
     def members(self) -> tuple[list[Member], list[Member], dict[str, LogicalTensor]]:
         specs = param_map(FAMILIES[self.architecture], self.shape)
-        ends = bridge_ends(self.train, specs, self.stages, self.rollout_tp, self.num_replicas, **self.options)
+        ends = transfer_ends(self.train, specs, self.stages, self.rollout_tp, self.num_replicas, **self.options)
         return *ends, tensors_of(specs)
 
     def model(self, tensors: dict[str, LogicalTensor], seed: int) -> Model:
@@ -125,7 +125,7 @@ class TrainingRank:
             "deltas": pools.deltas,
             "constants": constants,
         }
-        self.end = BridgeSender(own, self.tensors, transport, **options)
+        self.end = WeightSender(own, self.tensors, transport, **options)
 
     def update(self, seed: int) -> None:
         """New weights in the same memory."""
@@ -150,7 +150,7 @@ class RolloutRank:
     ) -> None:
         senders, receivers, self.tensors = pools.members()
         self.pools, self.member = pools, receivers[transport.number - len(senders)]
-        self.end = BridgeReceiver(
+        self.end = WeightReceiver(
             *(self.member.wanted, self.tensors, pools.dtype, torch.device("cpu")),
             bucket_bytes=bucket_bytes,
             verify_every=verify_every,

@@ -53,11 +53,11 @@ def host_of(config, pool: str, rank: int, world_size: int, world: str):
 
 
 def address_of(messages: Messages, name: str, first_receiver: int):
-    from megatron_rl.roles.bridge_address import BridgeAddress
+    from megatron_rl.roles.transfer_address import TransferAddress
 
     (text,) = messages.wait(name)
     file, num_receivers = text.split()
-    return BridgeAddress("127.0.0.1", 0, 1, int(num_receivers), first_receiver, file)
+    return TransferAddress("127.0.0.1", 0, 1, int(num_receivers), first_receiver, file)
 
 
 @contextmanager
@@ -83,9 +83,9 @@ def trains(config, messages: Messages, exported: Path, tp_size: int) -> dict:
     parameters = list(actor.trainable.pipeline.parameters())
 
     def offer(name: str, num_receivers: int) -> None:
-        address = actor.offer_bridge(num_receivers)
+        address = actor.offer_transfer(num_receivers)
         messages.say(name, f"{address.file} {num_receivers}")
-        broken = actor.join_bridge(address)
+        broken = actor.join_transfer(address)
         assert not broken, broken
 
     def next_version(version: int) -> None:
@@ -104,7 +104,7 @@ def trains(config, messages: Messages, exported: Path, tp_size: int) -> dict:
             attempts.append(actor.try_send_weights(version, holding))
         messages.say(f"sent {version}")
 
-    offer("first bridge", 2 * tp_size)
+    offer("first transfer", 2 * tp_size)
     send(0, {})
     concluded = attempts[0].concluded
     next_version(1)
@@ -122,7 +122,7 @@ def trains(config, messages: Messages, exported: Path, tp_size: int) -> dict:
     begin = time.monotonic()
     send(NUM_SWAPS + 2, {DIES: NUM_SWAPS + 1, STAYS: NUM_SWAPS + 1}, LATE_S)
     seconds = time.monotonic() - begin
-    offer("second bridge", tp_size)
+    offer("second transfer", tp_size)
     send(NUM_SWAPS + 2, {STAYS: NUM_SWAPS + 1})
     messages.say("sent again")
     messages.wait(*(f"spoilt {tp_rank}" for tp_rank in range(tp_size)))
@@ -190,11 +190,11 @@ def swaps(rollout, messages: Messages, number: int, tp_rank: int, found: dict) -
 
 
 def receives(config, messages: Messages, number: int, tp_rank: int, tp_size: int) -> dict:
-    from megatron_rl.roles.bridge_address import AcrossBridge
+    from megatron_rl.roles.transfer_address import TransferSettings
 
     host = host_of(config, "rollout_pool", tp_rank, tp_size, f"replica_{number}")
-    host.build("rollout", AcrossBridge(first_replica=number, second_buffer=True))
-    assert host.roles["rollout"].join_bridge(address_of(messages, "first bridge", number * tp_size)) == ""
+    host.build("rollout", TransferSettings(first_replica=number, second_buffer=True))
+    assert host.roles["rollout"].join_transfer(address_of(messages, "first transfer", number * tp_size)) == ""
     rollout, found, last = host.roles["rollout"], {}, NUM_SWAPS + 1
     found["before any"] = rollout.advance({}).version
     messages.wait("sent 0")
@@ -205,14 +205,14 @@ def receives(config, messages: Messages, number: int, tp_rank: int, tp_size: int
     if number == DIES:
         killed_after(rollout.weights.receiver._joined.transport, 1)
         time.sleep(TIMEOUT_S)
-    # Version 22 breaks; the requests go on with version 21, and with 22 once it has come over another bridge.
+    # Version 22 breaks; the requests go on with version 21, and with 22 once it has come in another transfer.
     first = starts(0)
     kept = [rollout.advance({number: Slice(last, 2, first)}).drawn]
     arrivals = rollout.weights.arrivals
     until(lambda: arrivals._broken)
     found["broken"] = arrivals._broken
     kept.append(rollout.advance({number: Slice(last, 2)}).drawn)
-    assert rollout.join_bridge(address_of(messages, "second bridge", 0)) == ""
+    assert rollout.join_transfer(address_of(messages, "second transfer", 0)) == ""
     messages.wait("sent again")
     report = rollout.advance({number: Slice(last + 1, None)})
     found["after"] = (report.replica, report.version, report.broken)
@@ -222,7 +222,10 @@ def receives(config, messages: Messages, number: int, tp_rank: int, tp_size: int
     rollout.weights.receiver.receive = mismatch
     messages.say(f"spoilt {tp_rank}")
     until(lambda: arrivals._failure is not None and not arrivals._is_arriving)
-    found["next methods"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.join_bridge, None)]
+    found["next methods"] = [
+        refused(rollout.advance, {number: Slice(last + 1, 1)}),
+        refused(rollout.join_transfer, None),
+    ]
     rollout.exit()
     messages.say("done")
     return found

@@ -16,8 +16,8 @@ from ranks import common_store, run_ranks
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
-from megatron_rl.hybrid_engine.bridge import BridgeSender, BrokenBridgeError
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
+from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError, WeightSender
 from megatron_rl.model.families import ModelShape
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.stages import StagePlan
@@ -38,12 +38,12 @@ def rejoined(number: int, size: int, store: dist.Store) -> Transport:
 
 
 def how_it_ends(transfer: Callable) -> tuple[str, float]:
-    """(how the bridge broke, or nothing; seconds)."""
+    """(how the transfer broke, or nothing; seconds)."""
     begin = time.monotonic()
     try:
         transfer()
         return "", time.monotonic() - begin
-    except BrokenBridgeError as error:
+    except BrokenTransferError as error:
         return str(error), time.monotonic() - begin
 
 
@@ -58,7 +58,7 @@ def trains(pools: Pools, transport: Transport, store: dist.Store) -> dict:
     again = how_it_ends(lambda: rank.end.send(version=2))[0]
     own = FlatParameters(tuple(rank.buffers[number] for number in range(len(rank.buffers))), rank.member)
     again_joined = rejoined(rank.member.rank, 3, store)
-    end = BridgeSender(own, rank.tensors, again_joined, bucket_bytes=BUCKET_BYTES, deltas=pools.deltas)
+    end = WeightSender(own, rank.tensors, again_joined, bucket_bytes=BUCKET_BYTES, deltas=pools.deltas)
     reports = [end.send(version=2)]
     rank.update(seed=2)
     reports.append(end.send(version=3))

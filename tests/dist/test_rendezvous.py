@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from ranks import common_store, run_ranks
 
-from megatron_rl.roles.bridge_address import BridgeCalls, BridgeStore
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.rendezvous import listen, open_store
+from megatron_rl.roles.transfer_address import TransferCalls, TransferStore
 
 pytestmark = pytest.mark.dist
 
@@ -107,15 +107,15 @@ def test_the_store_of_several_nodes_is_open_to_their_network() -> None:
 
 
 def rank_at(address: str):
-    """What a bridge's store asks of rank 0 of an actor's pool of one, whose node has this address."""
+    """What a transfer's store asks of rank 0 of an actor's pool of one, whose node has this address."""
     place = replace(RankEnvironment.read(), node_address=address)
     return SimpleNamespace(
         environment=place, groups=SimpleNamespace(grid=SimpleNamespace(world_size=1)), timeout=TIMEOUT
     )
 
 
-def bridges_met() -> list:
-    """The calls that are heard over a bridge's store, where it is, and what listens for it: on one machine, and as on
+def transfers_met() -> list:
+    """The calls that are heard over a transfer's store, where it is, and what listens for it: on one machine, and as on
     several nodes.
     """
     found = []
@@ -123,8 +123,8 @@ def bridges_met() -> list:
     others = [entry.address for entry in known if not entry.address.startswith("127.")]
     for address in ("127.0.0.1", *others[:1]):
         rank = rank_at(address)
-        store = BridgeStore(rank, num_receivers=2)
-        calls = BridgeCalls(store.address, rank)
+        store = TransferStore(rank, num_receivers=2)
+        calls = TransferCalls(store.address, rank)
         store.call({0: 7, 1: 8})
         heard = calls.next()
         store.close()
@@ -132,10 +132,10 @@ def bridges_met() -> list:
     return found
 
 
-def test_bridges_of_one_machine_are_files_too() -> None:
+def test_transfers_of_one_machine_are_files_too() -> None:
     """Two replicas' versions by hand, then the end of the calls; at a network's address rank 0 listens. Would not catch
     the second half on a machine without a network.
     """
-    [(first, *second)] = run_ranks(1, bridges_met)
+    [(first, *second)] = run_ranks(1, transfers_met)
     assert first == ({0: 7, 1: 8}, None, True, 0)
     assert second in ([], [({0: 7, 1: 8}, None, False, 1)])

@@ -1,4 +1,4 @@
-"""A trained actor in one world, vLLM in another, weights over the bridge between: real engines, placements at random.
+"""A trained actor in one world, vLLM in another, weights transferred between them: real engines, placements at random.
 
 The placements are drawn once, with a seed, over models, layouts and rollout TP; all of them are valid by preflight.
 """
@@ -130,8 +130,8 @@ def train_and_send(config, exported: Path, meeting: Path, flips: bool) -> dict:
     host.build("actor")
     actor = host.roles["actor"]
     num_rollout = host.rank.placement.pools["rollout_pool"].world_size
-    address = meet_at(meeting, (lambda: actor.offer_bridge(num_rollout)) if host.groups.rank == 0 else None)
-    assert actor.join_bridge(address) == ""
+    address = meet_at(meeting, (lambda: actor.offer_transfer(num_rollout)) if host.groups.rank == 0 else None)
+    assert actor.join_transfer(address) == ""
     if flips:
         with pytest.raises(WeightMismatchError):
             actor.send_weights(version=0)
@@ -164,16 +164,16 @@ def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
     """Of a rollout rank: what it received, and greedy answers with their log-probs, for each version of the weights."""
     from megatron_rl.hybrid_engine.exchange import Exchange
     from megatron_rl.hybrid_engine.verify import WeightMismatchError
-    from megatron_rl.roles.bridge_address import AcrossBridge
     from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.transfer_address import TransferSettings
 
     host = RankHost(config, pool="rollout_pool")
     address = meet_at(meeting, None)
     if flips and host.groups.rank == 0:
         Exchange.run = flipping(Exchange.run)  # this process ends with the test
-    host.build("rollout", AcrossBridge())
+    host.build("rollout", TransferSettings())
     rollout = host.roles["rollout"]
-    assert rollout.join_bridge(address) == ""
+    assert rollout.join_transfer(address) == ""
     if flips:
         with pytest.raises(WeightMismatchError):
             rollout.receive_weights()

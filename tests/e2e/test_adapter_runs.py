@@ -49,7 +49,7 @@ def adapter_megabytes() -> float:
 
 
 def test_adapters_over_pools(command_line) -> None:
-    """Critic, rollout and actor on a pool each compute what one process does, and adapters alone cross the bridge.
+    """Critic, rollout and actor on a pool each compute what one process does, and adapters alone are transferred.
 
     Would not catch what all layouts compute wrong; tests/dist/test_adapter_parity.py does.
     """

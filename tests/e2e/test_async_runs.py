@@ -171,7 +171,7 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
         return False
 
     run.wait_for(lambda: caught("host.build", signal.SIGKILL), interval=0.001)
-    run.wait_for(lambda: caught("rollout.join_bridge", signal.SIGSTOP), interval=0.001)
+    run.wait_for(lambda: caught("rollout.join_transfer", signal.SIGSTOP), interval=0.001)
     assert run.wait(600) == 0, run.text()
     assert run.text().count("starts again, others continue") >= 3 and run.left_over() == []
     assert sum(trained(tmp_path / "samples").values()) == 80 * ROWS

@@ -122,7 +122,7 @@ def test_adapters_next_to_a_layer_that_drafts(command_line, tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_guesses_of_a_pool_of_its_own_are_repeated(command_line, tmp_path: Path) -> None:
     """A layer that learns on one pool and guesses on two replicas of another, a step ahead of training; the replay has
-    its bits. Would not catch a layer that came over the bridge late: its guesses would be worse, and no answer other.
+    its bits. Would not catch a layer that was transferred late: its guesses would be worse, and no answer other.
     """
     settings = (*SMALL, *LEARNS, WITHOUT_RAY, "trainer.rollout_ahead=1", "trainer.total_training_steps=4")
     settings += ("trainer.test_freq=5040", "trainer.val_before_train=false", "async_training.partial_rollout=false")

@@ -127,7 +127,7 @@ PURE_PARTS = (
     f"{PACKAGE}.parallel.scale_blocks",
     f"{PACKAGE}.parallel.sharding",
     f"{PACKAGE}.parallel.stages",
-    f"{PACKAGE}.hybrid_engine.bridge_plan",
+    f"{PACKAGE}.hybrid_engine.transfer_plan",
     f"{PACKAGE}.hybrid_engine.delta_sizes",
     f"{PACKAGE}.hybrid_engine.eight_bit_members",
     f"{PACKAGE}.hybrid_engine.layout",

@@ -44,7 +44,7 @@ WORDS: dict[str, tuple[str, str, tuple[int, int, int]]] = {
     "8 bits": (r"\b8 bits\b|\beight bits\b", "FP8", (0, 0, 1)),
     "ahead of training": (r"\bahead of training\b|\bruns? ahead\b", "asynchronous (off-policy)", (0, 7, 1)),
     "in turns": (r"\bin turns\b", "synchronous, or interleaved", (0, 0, 0)),
-    "bridge": (r"(?<!Megatron-)\b[Bb]ridges?\b", "weight transfer", (0, 3, 0)),
+    "bridge": (r"(?<!Megatron-)\b[Bb]ridges?\b", "weight transfer", (0, 0, 0)),
     "carried": (r"\bcarried\b", "pass-through (tensors)", (0, 5, 0)),
     "foreign": (r"\b[Ff]oreign\b", "verl's (keys), received (shards), untrusted (code)", (0, 0, 1)),
     "headless note": (

@@ -10,15 +10,15 @@ from __future__ import annotations
 from megatron_rl.controller.run import Run
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch, Prompts
-from megatron_rl.roles.bridge_address import BridgeAddress
+from megatron_rl.roles.transfer_address import TransferAddress
 
 
 def right(run: Run, batch: Batch) -> None:
     """Calls without a fault."""
     metrics: Future[dict[str, float]] = run.roles.actor.update(batch)
     scores: Future[Batch] = run.roles.actor.log_probs(batch)
-    address: Future[BridgeAddress] = run.roles.actor.offer_bridge(4)
-    reasons: Future[list[str]] = run.roles.actor.join_bridge(address.get())
+    address: Future[TransferAddress] = run.roles.actor.offer_transfer(4)
+    reasons: Future[list[str]] = run.roles.actor.join_transfer(address.get())
     del metrics, scores, reasons
 
 

@@ -71,7 +71,7 @@ def members_of(
     return members
 
 
-def bridge_ends(
+def transfer_ends(
     train: TrainGrid,
     specs: dict[str, ParamSpec],
     stages: StagePlan,

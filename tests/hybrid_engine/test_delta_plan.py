@@ -1,4 +1,4 @@
-"""Which changes travel between which ranks of random bridges, and that they make the new weights of the old ones."""
+"""Which changes travel between ranks in random weight transfers, and that they turn old weights into new ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import expected_foreign, numbered_model, training_buffers
-from test_bridge_plan import plan_of, pools
+from test_transfer_plan import plan_of, pools
 
 from megatron_rl.hybrid_engine.delta_plan import make_delta_plan
 from megatron_rl.hybrid_engine.delta_sizes import payload_of

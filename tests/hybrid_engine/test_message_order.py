@@ -1,5 +1,5 @@
-"""Exchanges and bridges as NCCL would run them: a rank's calls one after the other, messages of a pair first in, first
-out. Plans are matched by the simulation of rehearsals; no processes.
+"""Exchanges and weight transfers as NCCL would run them: a rank's calls one after the other, messages of a pair first
+in, first out. Plans are matched by the simulation of rehearsals; no processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import plan_for
 from random_layouts import cases
 from simulated_ranks import schedules_of
-from test_bridge_plan import plan_of, pools
+from test_transfer_plan import plan_of, pools
 
 from megatron_rl.model.families import ModelShape
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
@@ -55,7 +55,7 @@ def test_exchanges_end(case, message_numel, direct_numel):
 
 @settings(max_examples=10, deadline=None)
 @given(pools=pools(), **SIZES)
-def test_bridges_end(pools, message_numel, direct_numel):
+def test_transfers_end(pools, message_numel, direct_numel):
     """Random pools, with replicas that pass weights on. Would not catch a receiver that is lost."""
     arguments, options = pools
     plan, *_ = plan_of(*arguments, **options)
@@ -70,8 +70,8 @@ def test_bridges_end(pools, message_numel, direct_numel):
 def test_many_more(case, pools, message_numel, direct_numel):
     """The same, for longer."""
     *layouts, options = case
-    arguments, bridged = pools
-    for plan, *_ in (plan_for(*layouts, **options), plan_of(*arguments, **bridged)):
+    arguments, transferred = pools
+    for plan, *_ in (plan_for(*layouts, **options), plan_of(*arguments, **transferred)):
         match = match_calls(calls_of(schedules_of(plan, message_numel, direct_numel)))
         assert match.fits, match.sentences()
 

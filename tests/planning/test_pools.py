@@ -128,7 +128,7 @@ def test_generation_beside_the_critic(config):
     assert {"critic moments", "rollout weights"} <= phases["values"].keys()
 
 
-def test_bytes_over_the_bridge(config):
+def test_bytes_of_a_transfer(config):
     """A rank of generation receives its shard; all of training sends M, each rank its part. By hand.
 
     Would not catch bytes that an executor sends twice.

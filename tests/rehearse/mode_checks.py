@@ -47,7 +47,7 @@ def check_large_tensors_on_the_cpu_take_no_memory(mode, torch):
 def check_numbers_of_ranks_count_over_all_pools(mode, torch):
     import torch.distributed as dist
 
-    from megatron_rl.rehearse.rehearsed_bridge import fake_joint_group
+    from megatron_rl.rehearse.rehearsed_transfer import fake_joint_group
 
     mode.first_number = 10
     dist.all_reduce(torch.ones(2, device="cuda"))

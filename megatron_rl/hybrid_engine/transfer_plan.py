@@ -53,7 +53,7 @@ Class = tuple[tuple[int, ...], tuple[int, ...]]
 """(holders, receivers), by member number."""
 
 
-def make_bridge_plan(
+def make_transfer_plan(
     tensors: Mapping[str, LogicalTensor], senders: Sequence[Member], receivers: Sequence[Member]
 ) -> ExchangePlan:
     """Plan the transfer after which every receiver has its rollout shard of every tensor.

@@ -13,14 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import bridge_ends, numbered_model, tensors_of
+from layouts import numbered_model, tensors_of, transfer_ends
 from random_layouts import cases
 from simulated_ranks import execute, is_right, schedules_of, view
 
-from megatron_rl.hybrid_engine import bridge_plan
-from megatron_rl.hybrid_engine.bridge_plan import PARTS_PER_CHUNK, make_bridge_plan, model_numel
+from megatron_rl.hybrid_engine import transfer_plan
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.hybrid_engine.transfer_plan import PARTS_PER_CHUNK, make_transfer_plan, model_numel
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import box_index
@@ -33,10 +33,10 @@ LLAMA_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 128256, tied=False)
 def plan_of(shape, architecture, train, stages, rollout_tp, num_replicas, min_chunk=1, **options):
     """(plan, tensors, number of senders)."""
     specs = param_map(FAMILIES[architecture], shape)
-    senders, receivers = bridge_ends(train, specs, stages, rollout_tp, num_replicas, **options)
+    senders, receivers = transfer_ends(train, specs, stages, rollout_tp, num_replicas, **options)
     tensors = tensors_of(specs)
-    with mock.patch.object(bridge_plan, "MIN_CHUNK", min_chunk):
-        return make_bridge_plan(tensors, senders, receivers), tensors, len(senders)
+    with mock.patch.object(transfer_plan, "MIN_CHUNK", min_chunk):
+        return make_transfer_plan(tensors, senders, receivers), tensors, len(senders)
 
 
 def classes_of(plan, num_senders):
@@ -212,7 +212,7 @@ def test_data_parallel_holders_share_what_leaves() -> None:
     [(TrainGrid(64, 8, 4), 4, 8), (TrainGrid(64, 8, 4), 8, 4), (TrainGrid(16, 8, 1), 2, 4)],
     ids=["TP8PP4DP2-8xTP4", "TP8PP4DP2-4xTP8", "TP8DP2-4xTP2"],
 )
-def test_a_bridge_for_70b_is_planned_in_seconds(train, rollout_tp, num_replicas) -> None:
+def test_a_transfer_for_70b_is_planned_in_seconds(train, rollout_tp, num_replicas) -> None:
     """Time, and balance on both sides. Would not catch a plan that is slow to bind to memory."""
     start = time.perf_counter()
     rollout_nodes = [100 + rank // 8 for rank in range(rollout_tp * num_replicas)]
@@ -257,14 +257,14 @@ def test_rounds_have_one_sender_and_one_receiver_each_and_are_few() -> None:
 def test_ends_that_do_not_fit_are_refused() -> None:
     """A sender that wants, a receiver that holds, two layouts, a stage that nobody holds."""
     specs = param_map(FAMILIES["LlamaForCausalLM"], ModelShape(2, 8, 4, 4, 2, 8, 64, tied=False))
-    senders, receivers = bridge_ends(TrainGrid(2, 1, 2), specs, StagePlan(2, 2), 1, 2)
+    senders, receivers = transfer_ends(TrainGrid(2, 1, 2), specs, StagePlan(2, 2), 1, 2)
     tensors = tensors_of(specs)
     with pytest.raises(ValueError, match="training rank 0 of a weight transfer asks for a rollout shard"):
-        make_bridge_plan(tensors, [replace(senders[0], wanted=receivers[0].wanted), senders[1]], receivers)
+        make_transfer_plan(tensors, [replace(senders[0], wanted=receivers[0].wanted), senders[1]], receivers)
     with pytest.raises(ValueError, match="rollout rank 1 of a weight transfer must ask for a shard and have none"):
-        make_bridge_plan(tensors, senders, [receivers[0], replace(receivers[1], held=senders[0].held)])
+        make_transfer_plan(tensors, senders, [receivers[0], replace(receivers[1], held=senders[0].held)])
     other = replace(receivers[1], wanted=receivers[1].wanted._replace(tp_size=2))
     with pytest.raises(ValueError, match="share one layout"):
-        make_bridge_plan(tensors, senders, [receivers[0], other])
+        make_transfer_plan(tensors, senders, [receivers[0], other])
     with pytest.raises(ValueError, match="no training rank holds lm_head.weight"):
-        make_bridge_plan(tensors, senders[:1], receivers)
+        make_transfer_plan(tensors, senders[:1], receivers)

@@ -1,7 +1,7 @@
 """Transfer weights from a training pool to a rollout pool on other ranks: the senders' and the receivers' side.
 
 A rollout rank receives exactly its shard; all training ranks together send the model once, however many replicas
-generate (`bridge_plan.py`). Each rank needs one bucket of memory next to the weights while a transfer runs.
+generate (`transfer_plan.py`). Each rank needs one bucket of memory next to the weights while a transfer runs.
 
 On every rank of both pools, training's ranks first, after each pool has made its own world:
 
@@ -9,18 +9,18 @@ On every rank of both pools, training's ranks first, after each pool has made it
     transport = Transport(group)
 
     # training rank r, number r                         # rollout rank r, number num_training + r
-                                                        receiver = BridgeReceiver(
+                                                        receiver = WeightReceiver(
                                                             place, tensors, dtype, device.torch_device,
                                                             bucket_bytes=64 << 20, verify_every=1)
                                                         bind(vllm_model, receiver.tensors)  # once: addresses stay
-    sender = BridgeSender(                              receiver.join(member, transport)
+    sender = WeightSender(                              receiver.join(member, transport)
         flat, tensors, transport,
         bucket_bytes=64 << 20, verify_every=1)
     sent = sender.send(version=num_steps)               came = receiver.receive()  # came.version == num_steps
 
 `flat` comes from `roles.flat_parameters`; `member` is `Member(rank=r, node=..., tp_rank=..., wanted=place)`. Building a
 sender, `join` and every transfer are collective over both pools. If a peer dies or does not come within the group's
-time-out, all ranks that have not finished raise BrokenBridgeError. All must then open another group: training builds
+time-out, all ranks that have not finished raise BrokenTransferError. All must then open another group: training builds
 new senders; a remaining receiver keeps its memory and joins again.
 
 With `deltas` at all ends only what changed since the last transfer travels (`delta_exchange.py`), if that was over this
@@ -43,13 +43,13 @@ from torch import Tensor
 
 from megatron_rl.device import settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
-from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, receiving_slots
 from megatron_rl.hybrid_engine.delta_exchange import Changes, DeltaExchange
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
 from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.hybrid_engine.streams import Constants, Stream
+from megatron_rl.hybrid_engine.transfer_plan import make_transfer_plan, receiving_slots
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightMismatchError, is_verified
 from megatron_rl.parallel.sharding import LogicalTensor, Place
@@ -59,7 +59,7 @@ NO_BASE = -1
 CONNECTING_BROKE = "the ranks of a weight transfer could not connect"
 
 
-class BrokenBridgeError(RuntimeError):
+class BrokenTransferError(RuntimeError):
     """A rank of either side died or stayed away before a transfer was over. Every rank must join a new group."""
 
 
@@ -158,7 +158,7 @@ def digest(tensors: Mapping[str, LogicalTensor], constants: Constants | None) ->
 
 
 def or_leave(transport: Transport, what: str, body: Callable[[], Result]) -> Result:
-    """Return what `body` returns. If its messages fail, this rank leaves the group and raises BrokenBridgeError with
+    """Return what `body` returns. If its messages fail, this rank leaves the group and raises BrokenTransferError with
     `what`. Ranks that wait for this one then fail at once and not after the group's time-out.
     """
     try:
@@ -169,12 +169,12 @@ def or_leave(transport: Transport, what: str, body: Callable[[], Result]) -> Res
         reason = f"{type(error).__name__}: {error}"
         clear_frames(error.__traceback__)  # a referenced message keeps the connections open
     transport.close()
-    raise BrokenBridgeError(f"{what}: {reason}")
+    raise BrokenTransferError(f"{what}: {reason}")
 
 
 def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transport) -> Agreement:
     """Exchange the offers and plan; collective. Raises ValueError on all ranks alike if they do not fit, and
-    BrokenBridgeError if a rank was lost.
+    BrokenTransferError if a rank was lost.
     """
     offers: Sequence[Offer] = or_leave(transport, CONNECTING_BROKE, lambda: transport.all_gather_object(mine))
     num_senders = sum(offer.sends for offer in offers)
@@ -189,12 +189,12 @@ def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transpor
             "the ends of a weight transfer have different models: names, shapes or shards of tensors differ"
         )
     members = [offer.member for offer in offers]
-    plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
+    plan = make_transfer_plan(tensors, members[:num_senders], members[num_senders:])
     message_bytes = min(offer.bucket_bytes for offer in offers) // NUM_SCRATCH
     return Agreement(plan, num_senders, message_bytes, all(offer.deltas for offer in offers))
 
 
-class BridgeEnd:
+class TransferEnd:
     """Steps of both sides: agree on a version, run the exchange, compare checksums.
 
     bounds: the least bytes that this rank could receive in the last transfer: in all, and of these from other nodes.
@@ -233,15 +233,15 @@ class BridgeEnd:
         """Move the weights. version: that of a training rank; a rollout rank's is ignored. with_constants: the
         constants move, too; they do if it is true on one rank.
 
-        Raises MixedVersionsError on all ranks alike if training's ranks send different versions, and BrokenBridgeError
-        if messages fail (see `or_leave`).
+        Raises MixedVersionsError on all ranks alike if training's ranks send different versions, and
+        BrokenTransferError if messages fail (see `or_leave`).
         """
         return or_leave(self.transport, "a transfer of weights broke", lambda: self._transfer(version, with_constants))
 
     def conclude(self, mine: Any) -> list[Any]:
         """Gather one value from every rank after its part of a transfer, by number; every rank must call.
 
-        When it returns, the weights have arrived everywhere. Raises BrokenBridgeError as `transfer`.
+        When it returns, the weights have arrived everywhere. Raises BrokenTransferError as `transfer`.
         """
         gather = self.transport.all_gather_object
         return or_leave(self.transport, "a transfer of weights broke", lambda: gather(mine))
@@ -296,7 +296,7 @@ class BridgeEnd:
             self.deltas.remember()
 
 
-class BridgeSender:
+class WeightSender:
     """The side of a training rank. Every training rank must build one and take part in every transfer.
 
     own: this rank's flat buffers, which stay where they are, and its slots in them. tensors: every logical tensor of
@@ -326,7 +326,7 @@ class BridgeSender:
             tensors,
             transport,
         )
-        self._end = BridgeEnd(agreement, dict(enumerate(own.buffers)), transport, verify_every, constants)
+        self._end = TransferEnd(agreement, dict(enumerate(own.buffers)), transport, verify_every, constants)
 
     @property
     def scratch(self) -> MemoryBuffer:
@@ -347,8 +347,8 @@ class BridgeSender:
 
         with_constants: send those, too; once they differ from the folder's, with every version, because receivers that
         join later begin with the folder's.
-        Raises WeightMismatchError on all ranks of both pools if a piece arrived wrong on any, and BrokenBridgeError on
-        some ranks if one was lost; others may have finished.
+        Raises WeightMismatchError on all ranks of both pools if a piece arrived wrong on any, and
+        BrokenTransferError on some ranks if one was lost; others may have finished.
         """
         before = self._end.transport.sent_to.total()
         transfer = self._end.transfer(version, with_constants)
@@ -356,16 +356,16 @@ class BridgeSender:
 
     def conclude(self) -> list[Any]:
         """The reports of all receivers, by number, once the transfer is over on all of them; together with their
-        `conclude`. Raises BrokenBridgeError if a rank was lost.
+        `conclude`. Raises BrokenTransferError if a rank was lost.
         """
         return self._end.conclude(None)[self._end.num_senders :]
 
 
-class BridgeReceiver:
+class WeightReceiver:
     """The side of a rollout rank: its shard of every tensor in one flat buffer that never moves. Call `join` first.
 
     place: that of the shard. dtype: training's. tensors, bucket_bytes, verify_every, deltas and errors: see
-    BridgeSender. second_buffer: receive into another buffer of the same layout; generation reads the old weights until
+    WeightSender. second_buffer: receive into another buffer of the same layout; generation reads the old weights until
     `swap`, which copies them, so that this buffer always holds what arrived last. constants: with a second buffer, too.
 
     Attributes: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
@@ -398,7 +398,7 @@ class BridgeReceiver:
         self.tensors = {name: slot_view({FOREIGN: self._flat}, slot) for name, slot in mine.slots.items()}
         self.version: int | None = None
         self.arrived: int | None = None
-        self._joined: BridgeEnd | None = None
+        self._joined: TransferEnd | None = None
 
     @property
     def scratch(self) -> MemoryBuffer:
@@ -435,12 +435,12 @@ class BridgeReceiver:
         if agreement.plan.plans[transport.number].slots != self._slots:
             raise ValueError(f"{member.name} would receive another shard than the one that it has room for")
         target = self._flat if self._arriving is None else self._arriving
-        self._joined = BridgeEnd(agreement, {FOREIGN: target}, transport, self._verify_every, self.constants)
+        self._joined = TransferEnd(agreement, {FOREIGN: target}, transport, self._verify_every, self.constants)
 
     def receive(self, with_constants: bool = False) -> ReceiveReport:
         """Take the weights that training sends, and the constants if it sends some; with_constants: it will, for a
         rehearsal, in which no message arrives. Raises WeightMismatchError on all ranks alike if one is wrong, and
-        BrokenBridgeError on some ranks if one was lost; others may have finished.
+        BrokenTransferError on some ranks if one was lost; others may have finished.
         """
         end = self._end
         transport, members = end.transport, end.plan.members
@@ -480,7 +480,7 @@ class BridgeReceiver:
         self.version, self.arrived = self.arrived, None
 
     @property
-    def _end(self) -> BridgeEnd:
+    def _end(self) -> TransferEnd:
         if self._joined is None:
             raise RuntimeError("the weight transfer is not connected: call join() first")
         return self._joined

@@ -1,4 +1,4 @@
-"""Weights across a bridge: two worlds of gloo processes, real layouts, every element compared."""
+"""Weight transfers: two worlds of gloo processes, real layouts, every element compared."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from late_messages import LateMessages
 from ranks import common_store, fork_server, meeting_place, run_ranks
 
 from megatron_rl.device import Device
-from megatron_rl.hybrid_engine import bridge_plan, schedule
-from megatron_rl.hybrid_engine.bridge import BridgeReceiver
+from megatron_rl.hybrid_engine import schedule, transfer_plan
 from megatron_rl.hybrid_engine.streams import Constants
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 from megatron_rl.hybrid_engine.verify import WeightMismatchError
+from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver
 from megatron_rl.model.families import ModelShape
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, Segment, shard_of
@@ -49,7 +49,7 @@ BUCKET_BYTES = 16 << 10
 
 def small_messages():
     """Several messages for each pair, of both kinds, and chunks that have to be cut."""
-    patches = mock.patch.object(schedule, "DIRECT_NUMEL", 512), mock.patch.object(bridge_plan, "MIN_CHUNK", 64)
+    patches = mock.patch.object(schedule, "DIRECT_NUMEL", 512), mock.patch.object(transfer_plan, "MIN_CHUNK", 64)
     for patch in patches:
         patch.start()
 
@@ -238,7 +238,7 @@ def misfit_rank(pools: Pools) -> list[str]:
                 TrainingRank(pools, transport, BUCKET_BYTES)
             else:
                 member = receivers[transport.number - pools.train.world_size]
-                end = BridgeReceiver(member.wanted, device=torch.device("cpu"), bucket_bytes=BUCKET_BYTES, **arguments)
+                end = WeightReceiver(member.wanted, device=torch.device("cpu"), bucket_bytes=BUCKET_BYTES, **arguments)
                 end.join(member, transport)
         found.append(str(raised.value))
     return found
@@ -334,21 +334,21 @@ def met_by_two_of_three(timeout: timedelta) -> tuple[str, float]:
     """All three come, and the last does no more, as a process that is stopped; of the others what they are told, after
     how many seconds.
     """
-    from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
-    from megatron_rl.roles import bridge_address
+    from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
+    from megatron_rl.roles import transfer_address
 
-    bridge_address.MEET_S = 2.0
+    transfer_address.MEET_S = 2.0
     number = int(os.environ["RANK"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    address = bridge_address.BridgeAddress(host, port, num_senders=1, num_receivers=2)
+    address = transfer_address.TransferAddress(host, port, num_senders=1, num_receivers=2)
     store = common_store(timeout)
     if number == 2:
-        store.set(bridge_address.here_key(number), "")
+        store.set(transfer_address.here_key(number), "")
         store.wait(["over/0", "over/1"])
         return "", 0.0
     begin = time.monotonic()
-    with pytest.raises(BrokenBridgeError) as error:
-        bridge_address.join_bridge(address, number, Device("cpu"), timeout)
+    with pytest.raises(BrokenTransferError) as error:
+        transfer_address.join_transfer(address, number, Device("cpu"), timeout)
     seconds = time.monotonic() - begin
     store.set(f"over/{number}", "")
     return str(error.value), seconds

@@ -35,7 +35,7 @@ ends."""
 
 
 @dataclass(frozen=True)
-class BridgeAddress:
+class TransferAddress:
     """A store for all ranks of both sides, the actor's first.
 
     host, port: where rank 0 of the actor's pool serves it. file: what it is instead where all ranks are on one machine.
@@ -67,7 +67,7 @@ class BridgeAddress:
 
 
 @dataclass(frozen=True)
-class AcrossBridge:
+class TransferSettings:
     """Settings of a rollout whose weights come from another pool.
 
     first_replica: the number in the run of the first replica of its pool. second_buffer: whether weights arrive during
@@ -78,24 +78,24 @@ class AcrossBridge:
     second_buffer: bool = False
 
 
-class BridgeStore:
-    """The first side of a `BridgeAddress`, which makes the store; keep it for as long as the weight transfer is
+class TransferStore:
+    """The first side of a `TransferAddress`, which makes the store; keep it for as long as the weight transfer is
     used."""
 
     def __init__(self, rank: Rank, num_receivers: int) -> None:
         host, sizes = rank.environment.node_address, (rank.groups.grid.world_size, num_receivers)
         self.store: dist.Store
         if rank.environment.on_one_machine:
-            self.address = BridgeAddress(host, 0, *sizes, file=new_store_file())
+            self.address = TransferAddress(host, 0, *sizes, file=new_store_file())
             self.store = self.address.open(rank.timeout)
         else:
             listener = listen(host, 0, sum(sizes))
-            self.address = BridgeAddress(host, listener.getsockname()[1], *sizes)
+            self.address = TransferAddress(host, listener.getsockname()[1], *sizes)
             self.store = tcp_store(host, self.address.port, sum(sizes), rank.timeout, listener.detach(), wait=False)
         self._num_calls = 0
 
     def call(self, holding: Mapping[int, int]) -> None:
-        """Call all ranks that listen to the next transfer. holding: as in `BridgeCalls.next`."""
+        """Call all ranks that listen to the next transfer. holding: as in `TransferCalls.next`."""
         self._say(json.dumps(holding))
 
     def close(self) -> None:
@@ -107,10 +107,10 @@ class BridgeStore:
         self._num_calls += 1
 
 
-class BridgeCalls:
-    """The calls of a `BridgeStore`, read by one receiving rank one after the other."""
+class TransferCalls:
+    """The calls of a `TransferStore`, read by one receiving rank one after the other."""
 
-    def __init__(self, address: BridgeAddress, rank: Rank) -> None:
+    def __init__(self, address: TransferAddress, rank: Rank) -> None:
         self._store = address.open(rank.timeout)
         self._num_heard = 0
 
@@ -139,14 +139,14 @@ def here_key(number: int) -> str:
     return f"here/{number}"
 
 
-def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: timedelta) -> Transport:
+def join_transfer(address: TransferAddress, number: int, device: Device, timeout: timedelta) -> Transport:
     """Open the transport between the two pools; collective over both.
 
-    number: this rank's number among all of both. timeout: of a message. Raises BrokenBridgeError if a rank does not
+    number: this rank's number among all of both. timeout: of a message. Raises BrokenTransferError if a rank does not
     arrive within MEET_S, if connections to it cannot be opened within MEET_S, and if one is lost meanwhile.
     """
-    from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
     from megatron_rl.hybrid_engine.transport import Transport
+    from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
 
     try:
         store = address.open(timeout)
@@ -156,7 +156,7 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
         while not store.check(keys):
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise BrokenBridgeError(
+                raise BrokenTransferError(
                     f"ranks {missing} of {address.size} did not connect to the weight transfer in {MEET_S} s"
                 )
             made_progress()
@@ -164,9 +164,9 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
         # A message may wait as long as any other; opening connections must not, as all ranks are here.
         group = within(MEET_S, lambda: opened(store, number, address.size, device, timeout))
     except TimeoutError as error:
-        raise BrokenBridgeError(f"a rank was lost before the weight transfer was connected: {error}") from error
+        raise BrokenTransferError(f"a rank was lost before the weight transfer was connected: {error}") from error
     except RuntimeError as error:  # of the store, or of gloo, whose own is no DistError
-        raise BrokenBridgeError(f"a weight transfer was not connected: {type(error).__name__}: {error}") from error
+        raise BrokenTransferError(f"a weight transfer was not connected: {type(error).__name__}: {error}") from error
     return Transport(group, is_own=True, timeout=timeout)
 
 

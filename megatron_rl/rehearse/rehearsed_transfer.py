@@ -13,20 +13,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.hybrid_engine.bridge import Offer
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.hybrid_engine.offload import offloaded
 from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.weight_transfer import Offer
 from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.rehearse.rehearsal_request import all_ranks
 from megatron_rl.rehearse.rehearsed_rollout import NoEngine
-from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.received_weights import received_weights
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import all_offloadable
+from megatron_rl.roles.transfer_address import TransferAddress, TransferSettings
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class JointRanks:
         return cls(tuple(numbers), (*(replace(one, wanted=None) for one in senders), *receivers), len(senders))
 
     @property
-    def address(self) -> BridgeAddress:
+    def address(self) -> TransferAddress:
         """Return where both sides would meet."""
-        return BridgeAddress("127.0.0.1", 0, self.num_senders, len(self.members) - self.num_senders)
+        return TransferAddress("127.0.0.1", 0, self.num_senders, len(self.members) - self.num_senders)
 
     def offers(self, mine: Offer) -> list[Offer]:
         """Return what all ranks would offer, where each offers what this one does, but for its own shards."""
@@ -93,12 +93,12 @@ def fake_joint_group(number: int, size: int) -> dist.ProcessGroup:
 class RehearsedReceiver:
     """A rollout whose weights come from another pool: all of it but vLLM. On GPUs it has no second buffer."""
 
-    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], address: BridgeAddress) -> None:
+    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], address: TransferAddress) -> None:
         """Make the memory for the weights, and this end of the weight transfer, in the order of `Rollout`."""
         source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         offloadable = all_offloadable(neighbours)
         with offloaded(offloadable):
-            self._weights = received_weights(AcrossBridge(), spec, rank, source, grid)
+            self._weights = received_weights(TransferSettings(), spec, rank, source, grid)
         every = spec.settings.verify_weights_every
         self._engine = HybridEngine(self._weights, NoEngine(), rank.device, offloadable, every)
         self._weights.join(address)

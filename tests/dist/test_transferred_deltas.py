@@ -1,4 +1,4 @@
-"""Only what changed travels over a bridge: gloo processes, real layouts, every bit compared, bytes counted."""
+"""Only what changed travels in a weight transfer: gloo processes, real layouts, every bit compared, bytes counted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from joined_pools import Pools, RolloutRank, TrainingRank, join
 from late_messages import LateMessages
 from ranks import run_ranks
 
-from megatron_rl.hybrid_engine import bridge_plan, delta_exchange
-from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan
+from megatron_rl.hybrid_engine import delta_exchange, transfer_plan
 from megatron_rl.hybrid_engine.deltas import as_bits
 from megatron_rl.hybrid_engine.layout import split_box
+from megatron_rl.hybrid_engine.transfer_plan import make_transfer_plan
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightMismatchError
 from megatron_rl.model.families import ModelShape
@@ -49,7 +49,7 @@ def bounds_by_hand(pools: Pools, number: int, step: int) -> tuple[int, int]:
     Each piece of the plan, cut into messages, costs the least of three forms.
     """
     senders, receivers, tensors = pools.members()
-    plan, itemsize = make_bridge_plan(tensors, senders, receivers), pools.dtype.itemsize
+    plan, itemsize = make_transfer_plan(tensors, senders, receivers), pools.dtype.itemsize
     before, now = pools.model(tensors, step - 1), pools.model(tensors, step)
     changed = {key: as_bits(weights) != as_bits(before[key]) for key, weights in now.items()}
     total = 0
@@ -62,7 +62,7 @@ def bounds_by_hand(pools: Pools, number: int, step: int) -> tuple[int, int]:
 
 def versions_rank(pools: Pools, second_buffer: bool, make_transport) -> dict:
     """A transfer of everything, then those of DRIFTS; with a second buffer only every other version is read."""
-    mock.patch.object(bridge_plan, "MIN_CHUNK", 64).start()
+    mock.patch.object(transfer_plan, "MIN_CHUNK", 64).start()
     transport = join(pools.train.world_size, 60, make_transport)
     trains = transport.number < pools.train.world_size
     rank = (TrainingRank if trains else partial(RolloutRank, second_buffer=second_buffer))(
