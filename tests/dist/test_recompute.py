@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 """Name -> model, (ranks, tp, pp), further sizes, whether rows are packed, and the (method, number of layers) tried."""
 OFTEN = ("one process, packed", "experts, TP2, EP2, SP")
-"""What `make test` goes through: every method, both models; `test_router_replay.py` has PP2, VPP2.
+"""What `make test` goes through: every method, both models; `tests/parity` has PP2, VPP2.
 
 Joint norms are weekly: the sweeps have another family's attention in the same layout.
 """

@@ -1,6 +1,6 @@
 """Experts that an engine reports slice by slice: of turns, of conversations, and of tokens that it reads again.
 
-Routers are made to tie, as in `test_router_replay.py`: without replay the trainer sends tokens to other experts than
+Routers are made to tie, as in `replay_observations.py`: without replay the trainer sends tokens to other experts than
 the engine did, and so does an engine that reads tokens again in another shape.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM
-from test_router_replay import BOUND, REPLAY, tied_config
+from routed_experts import BOUND, REPLAY, tied_config
 from tiny_models import save_qwen3_moe, tie_routers
 
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply, rows_of
@@ -108,7 +108,7 @@ def test_experts_are_those_of_the_first_time(case: str, tied: str) -> None:
     values, and in a conversation that begins again, those of both turns; where it reads the turn again, those of the
     first, whose experts stay. Of each conversation the engine reads all tokens but the last.
 
-    Would not catch experts of the wrong layer: `test_router_replay.py` does.
+    Would not catch experts of the wrong layer: `tests/parity` does.
     """
     is_anew, version = CASES[case]
     [found] = run_ranks(1, turns, config_of(tied), is_anew, version)

@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
+from routed_experts import random_choices
 from sweeps import often
 from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
-from test_router_replay import random_choices
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
 from updates import whole_weights
 

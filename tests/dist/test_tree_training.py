@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
+from routed_experts import random_choices
 from sweeps import often
-from test_router_replay import random_choices
 from test_sampled_holes import all_cuts, check_layout, filled, gradients_of, plain_gradients
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
 from tiny_qwen3_5 import save_qwen3_5

@@ -30,7 +30,7 @@ DIFFERENCE, OTHERS = "training/rollout_logprob_diff_max", "training/rollout_expe
 def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
     """R3 in one process, with routers that tie: the engine's log-probs are the trainer's, and without replay not.
 
-    Would not catch a replay in the scoring pass alone: `test_router_replay.py` in tests/dist does.
+    Would not catch a replay in the scoring pass alone: `tests/parity` does.
     """
     from tiny_models import tie_routers
 

@@ -12,7 +12,7 @@ Both are divided by numbers of the whole mini-batch, and a layer's loss is compu
 are is in `test_balanced_routers.py`.
 
 Not exercised: capacities, with which neighbours decide whether a token is dropped (none are dropped here); ties between
-experts (`test_router_replay.py`); balance over a whole batch instead of a row; grouped kernels of CUDA.
+experts (`replay_rows.py`); balance over a whole batch instead of a row; grouped kernels of CUDA.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dense_rows import DENSE
 from expert_rows import EXPERTS
 from family_rows import FAMILIES
 from fp8_rows import FP8_TRAINING
+from replay_rows import REPLAYED
 from scenarios import Observation, Runs, Scenario
 from task_rows import TASKS
 
@@ -24,6 +25,7 @@ TABLE = (
     *CONTEXT,
     *FP8_TRAINING,
     *TASKS,
+    *REPLAYED,
 )
 
 

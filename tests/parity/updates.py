@@ -21,7 +21,7 @@ CUDA; errors that one process has, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -30,6 +30,7 @@ from ranks import run_ranks
 from tiny_models import random_batch, run_config
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
+from megatron_rl.config.schema import RunConfig
 
 NUM_ROWS = 11
 # Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
@@ -113,9 +114,10 @@ def run_layout(
     pp_size: int,
     micro_batch: int = 4,
     keys: Mapping[str, object] | None = None,
+    update: Callable[[RunConfig], dict] = one_update,
     **layout,
 ) -> list[dict]:
-    """`one_update` on every rank; `layout`: further keys of the actor's group `megatron`, which other roles follow.
+    """`update` on every rank; `layout`: further keys of the actor's group `megatron`, which other roles follow.
     keys: of any group.
     """
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
@@ -124,17 +126,27 @@ def run_layout(
     sizes["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = micro_batch
     sizes["actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu"] = micro_batch
     further = optimizer | sizes | dict(keys or {})
-    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **further))
+    return run_ranks(world_size, update, run_config(model_path, tp_size, pp_size, **further))
 
 
-def assert_same(results: list[dict], reference: list[dict], model_path: str, norms: float = 1e-6) -> None:
+SCORES = ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after")
+
+
+def assert_same(
+    results: list[dict],
+    reference: list[dict],
+    model_path: str,
+    norms: float = 1e-6,
+    fields: tuple[str, ...] = SCORES,
+    roles: tuple[str, ...] = ("actor", "critic"),
+) -> None:
     """Scores, metrics, gradient norms and new weights of a run equal those of one process within 1e-5.
 
-    norms: bound of gradient norms, in which errors of rounding mostly cancel.
+    norms: bound of gradient norms, in which errors of rounding mostly cancel. fields: which scores.
     """
-    for field in ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after"):
+    for field in fields:
         assert relative(collected(results, field), collected(reference, field)) < 1e-5, field
-    for role in ("actor", "critic"):
+    for role in roles:
         expected = reference[0][role]
         ours = next(r[role] for r in results if r["where"].dp_collector)
         assert ours.keys() == expected.keys()

@@ -54,7 +54,7 @@ def test_log_probs_of_other_tokens_are_refused():
 def test_experts_of_tokens():
     """Some layers of some tokens, in a type that torch has; an engine that has returned none is refused.
 
-    Would not catch another order of layers in the engine: `test_router_replay.py` does.
+    Would not catch another order of layers in the engine: `tests/parity` does.
     """
     import numpy
 

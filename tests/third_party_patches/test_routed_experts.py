@@ -50,7 +50,7 @@ def test_the_runner_on_cpu_returns_experts(path) -> None:
     """Without: the engine's configuration is refused. With: prompts that are read in parts, and found in the prefix
     cache, give the experts of prompts read whole.
 
-    Would not catch an engine that names other experts than it uses: `test_router_replay.py` does.
+    Would not catch an engine that names other experts than it uses: `tests/parity` does.
     """
     [refused] = run_ranks(1, sample, config_of(path, 1), ON_CPU, timeout=90)
     assert "requires Model Runner V2" in refused
