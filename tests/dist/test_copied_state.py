@@ -1,7 +1,7 @@
 """Copies of the state in host memory: a lost node's part comes from another node, and any layout reads them.
 
-Why bit for bit in the same layout, and to rounding in others: as in `test_resumed_roles.py`; a copy has the elements of
-a checkpoint. Nodes are names here: a rank sees the files of its own node alone.
+Why bit for bit in the same layout, and to rounding in others: as in `resumed_observations.py`; a copy has what
+a checkpoint has. Nodes are names here: a rank sees the files of its own node alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_resumed_roles import RATES, metrics_of, take_step, whole_state
+from resumed_training import RATES, metrics_of, take_step, whole_state
 from tiny_models import run_config, save_llama
 
 from megatron_rl.checkpoint.memory_checkpoint_plan import UNFINISHED, CopyFile, CopyPlace, node_tag

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from resumed_training import start_saving
 from safetensors.torch import load_file, save_file
-from test_resumed_roles import start_saving
 from tiny_models import random_batch, run_config
 from tiny_pass_through import save_deepseek_v3_with_layer_ahead, save_glm4_with_layer_ahead
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from resumed_training import start_saving
 from task_cases import answer_batch, task_config
-from test_resumed_roles import start_saving
 from tiny_models import save_glm4_moe, save_qwen3_moe
 from updates import whole_weights
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from resumed_training import start_saving
 from rollout_checks import GREEDY, hugging_face_greedy, logprob_difference, round_trip, tokens
 from sweeps import WEEKLY, marks_of
 from test_families_end_to_end import LAYOUTS, rows_of
@@ -50,8 +51,6 @@ RATE = {"actor_rollout_ref__actor__optim__lr": 1e-3}
 
 def before_and_after_an_update(config, folder: Path) -> dict:
     """What one rank knows of an untouched model, and of one that took a step; both are exported, the latter saved."""
-    from test_resumed_roles import start_saving
-
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)
@@ -120,8 +119,6 @@ def test_a_language_model_is_trained_inside_a_larger_one(save, layout, tmp_path)
 
 def train_critic(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Values of the untouched critic, then of the trained one; both are exported, the latter saved."""
-    from test_resumed_roles import start_saving
-
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)

@@ -84,7 +84,7 @@ def test_context_parallelism_by_overrides(command_line) -> None:
 def test_the_demo_learns_in_bfloat16(command_line) -> None:
     """All of its steps in 16 bits in one process, with the default bounds on log-probs: 0.90 of held-out answers.
 
-    That the bounds stop a wrong matrix is test_parity_bounds.py; layouts in 16 bits are in test_resumed_roles.py. Would
+    That the bounds stop a wrong matrix is test_parity_bounds.py; layouts in 16 bits are in tests/parity. Would
     not catch how CUDA rounds.
     """
     run = command_line(*ONE_PROCESS, f"{MEGATRON}.dtype=bfloat16", "trainer.export_hf=false")

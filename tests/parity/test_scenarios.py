@@ -13,6 +13,7 @@ from expert_rows import EXPERTS
 from family_rows import FAMILIES
 from fp8_rows import FP8_TRAINING
 from replay_rows import REPLAYED
+from resumed_rows import RESUMED
 from scenarios import Observation, Runs, Scenario
 from task_rows import TASKS
 
@@ -26,6 +27,7 @@ TABLE = (
     *FP8_TRAINING,
     *TASKS,
     *REPLAYED,
+    *RESUMED,
 )
 
 
