@@ -24,6 +24,16 @@ LOADED, SUFFIXES = (METADATA, ROLE_FILE, "metadata.json"), (".distcp", ".pt")
 """Names, and endings of names, of files that megatron-core's loader reads in a role's folder."""
 
 
+def reference_of(role: str) -> str:
+    """The name of a role's reference that has moved, and lives in another pool, in checkpoints and copies."""
+    return f"{role}_reference"
+
+
+def reference_beside(folder: Path) -> Path:
+    """The folder of the reference of the policy that is in `folder`."""
+    return folder.with_name(reference_of(folder.name))
+
+
 def write_role_file(folder: Path, role: str, step: int) -> None:
     """Mark `folder`/`role`, which exists, as this role's part of the checkpoint of `step`. Raises OSError."""
     (folder / role / ROLE_FILE).write_text(json.dumps({"role": role, "step": step}) + "\n")
@@ -65,6 +75,8 @@ def _loaded_files(folder: Path, role: str) -> set[str]:
     What else lies there, such as a system's files or a folder that somebody has put there, is not looked at.
     """
     within = folder / role
-    own = [path for path in within.iterdir() if path.name in LOADED or path.match("__*") or path.suffix in SUFFIXES]
+    beside = reference_beside(within)
+    paths = [*within.iterdir(), *(beside.iterdir() if beside.is_dir() else ())]
+    own = [path for path in paths if path.name in LOADED or path.match("__*") or path.suffix in SUFFIXES]
     model = [path for path in (within / HF_FOLDER).rglob("*") if not path.name.startswith(".") and not path.is_dir()]
     return {path.relative_to(folder).as_posix() for path in (*own, *model)}

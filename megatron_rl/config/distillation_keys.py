@@ -31,7 +31,8 @@ class TeacherConfig:
     max_prompt_length: Annotated[Size, OURS] = follows("data.max_prompt_length")
     """Largest number of tokens of the teacher's prompt."""
     pool: Annotated[str, OURS] = GLOBAL_POOL
-    """The pool whose ranks have the teacher; with model_path=self the actor's pool."""
+    """The pool whose ranks have the teacher. With model_path=self and another pool than the actor's it gets the actor's
+    weights after each step."""
     use_remove_padding: Annotated[bool, OURS] = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack the teacher's sequences end to end instead of padding each to the longest of its micro-batch."""
     log_prob_micro_batch_size_per_gpu: Annotated[Size, OURS] = follows(

@@ -6,7 +6,7 @@ Preflight, memory plan, time estimate and the ranks read this table; none of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, LOG_PROBS_AT, SCORING
@@ -24,13 +24,18 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.role_kinds import ACTOR as ACTOR
 from megatron_rl.config.role_kinds import CRITIC as CRITIC
-from megatron_rl.config.role_kinds import KINDS, Head, RoleKind
+from megatron_rl.config.role_kinds import KINDS
 from megatron_rl.config.role_kinds import REFERENCE as REFERENCE
 from megatron_rl.config.role_kinds import REWARD_MODEL as REWARD_MODEL
 from megatron_rl.config.role_kinds import ROLLOUT as ROLLOUT
 from megatron_rl.config.role_kinds import SCORER as SCORER
 from megatron_rl.config.role_kinds import TEACHER as TEACHER
 from megatron_rl.config.role_kinds import TUNED as TUNED
+from megatron_rl.config.role_specs import Following as Following
+from megatron_rl.config.role_specs import Mixed as Mixed
+from megatron_rl.config.role_specs import PassCall as PassCall
+from megatron_rl.config.role_specs import PassSpec as PassSpec
+from megatron_rl.config.role_specs import RoleSpec as RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT
@@ -38,122 +43,6 @@ from megatron_rl.config.trainer import GLOBAL_POOL
 
 ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
 """Pools that verl's own keys make: hybrid_engine=false, and reward_model.enable_resource_pool=true."""
-
-
-@dataclass(frozen=True)
-class PassCall:
-    """The method of a role's class that makes a pass, and the columns of its batch.
-
-    reads: readers of `columns` whose columns the batch has; (): a batch that its task makes. made_up: columns without
-    which the method cannot be, that a rehearsal makes up. makes: the column of a score. is_added: the score is a call
-    for every batch of PPO and adds that column, with nothing else around it. compares: a row of the batch has several
-    responses.
-    """
-
-    method: str
-    reads: tuple[str, ...] = ()
-    makes: str | None = None
-    is_added: bool = False
-    compares: bool = False
-    made_up: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PassSpec:
-    """One pass of a role over a batch, and how the batch is cut into micro-batches.
-
-    phase: its name in timings, in memory and in plans, which no other pass of a run has. num_rows: samples of a
-    micro-batch, if max_tokens is None. max_tokens: tokens of a micro-batch, if samples are joined by their tokens. key:
-    the key of the one that counts. extra_tokens: tokens that the role reads beyond prompt and response. longest: tokens
-    of the longest sequence without these, if it is not prompt and response (conversations that are tokenised again,
-    responses that stay together). length_key: the settings that make it so long. scored: tokens of that sequence whose
-    log-probs are needed; None: those of the longest response. as_tree: rows of a micro-batch are laid as a trie.
-    is_run: a step runs the pass, for which there is memory in any case.
-    """
-
-    phase: str
-    call: PassCall
-    num_rows: int
-    max_tokens: int | None
-    remove_padding: bool
-    key: str
-    extra_tokens: int = 0
-    longest: int | None = None
-    length_key: str = ""
-    scored: int | None = None
-    as_tree: bool = False
-    is_run: bool = True
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Examples that join the samples of every optimizer step. longest: tokens of the longest one; all may count."""
-
-    num_examples: int
-    longest: int
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """One role. key: the group of its settings. model_path: the Hugging Face folder it starts from.
-
-    megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
-    with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
-    lora: the adapters that are trained in place of the weights, read by the rollout, or those that a reference holds;
-    rank 0: none. model_of: the role on the same ranks whose model is this role's, a reference's with other adapters or
-    none; None: it has a model of its own. mtp: what becomes of the model's multi-token prediction layer.
-    """
-
-    name: str
-    kind: RoleKind
-    key: str
-    pool: str
-    model_path: str
-    model_key: str
-    megatron: MegatronConfig
-    settings: Any
-    score: PassSpec | None = None
-    update: PassSpec | None = None
-    mixed: Mixed | None = None
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    model_of: str | None = None
-    mtp: MTPUse = MTPUse.NONE
-
-    def __post_init__(self) -> None:
-        places = {"score": self.kind.scored, "update": self.kind.updated}
-        for label in self.phases:
-            if places[label] is None:
-                raise ValueError(f"role {self.name} has a pass {label}; kind {self.kind.name} has no place for it")
-
-    @property
-    def is_trained(self) -> bool:
-        return self.update is not None
-
-    @property
-    def has_value_head(self) -> bool:
-        """Whether the model ends in a head of one value instead of one logit for each token of the vocabulary."""
-        return self.kind.head is Head.VALUE
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether this is a reward model that tokenises conversations with its own tokenizer."""
-        return self.kind.may_read_text and self.settings.model.input_tokenizer is not None
-
-    @property
-    def reads_own_prompts(self) -> bool:
-        """Whether this is a teacher that reads other prompts than the policy."""
-        return self.kind.teaches and self.settings.prompt_key is not None
-
-    @property
-    def passes(self) -> list[PassSpec]:
-        """The passes of the role, scoring first."""
-        return [spec for spec in (self.score, self.update) if spec is not None]
-
-    @property
-    def phases(self) -> dict[str, str]:
-        """ "score" and "update" -> the phase of that pass, for the passes that the role has."""
-        passes = {"score": self.score, "update": self.update}
-        return {label: spec.phase for label, spec in passes.items() if spec is not None}
 
 
 @dataclass(frozen=True)
@@ -257,6 +146,11 @@ class Placement:
         return [role for role in self.roles.values() if role.kind.teaches]
 
     @property
+    def followers(self) -> list[RoleSpec]:
+        """Roles that take weights of a role in another pool."""
+        return [role for role in self.roles.values() if role.follows is not None]
+
+    @property
     def world_size(self) -> int:
         """Ranks of all pools."""
         return sum(pool.world_size for pool in self.pools.values())
@@ -299,10 +193,11 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 
 
 def followed_policies(config: RunConfig) -> set[str]:
-    """Names of the roles to which a reference of the run moves."""
+    """Names of the roles to which a reference on the same ranks moves."""
     if not config.actor_rollout_ref.ref.sync_ref_model:
         return set()
-    return {role.kind.initial_of for role in roles_of(config) if role.kind.initial_of is not None}
+    beside = (role for role in roles_of(config) if role.follows is None)
+    return {role.kind.initial_of for role in beside if role.kind.initial_of is not None}
 
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
@@ -406,7 +301,11 @@ def _reference(config: RunConfig) -> RoleSpec:
     # It is the policy before training, of which new adapters are no part: their B is 0. One that follows holds them.
     is_bare = shared.model.lora.adapter_path is None and not shared.ref.sync_ref_model
     lora = LoraConfig() if is_bare else shared.model.lora
-    return replace(role, score=score, model_of=ACTOR if is_base else None, lora=lora, mtp=MTPUse.NONE)
+    follows = None
+    if shared.ref.sync_ref_model and shared.ref.pool != shared.actor.pool:
+        follows = Following(ACTOR, shared.ref.ref_model_mixup_alpha, shared.ref.ref_model_sync_steps, is_kept=True)
+    model_of = ACTOR if is_base else None
+    return replace(role, score=score, model_of=model_of, lora=lora, mtp=MTPUse.NONE, follows=follows)
 
 
 def _critic(config: RunConfig) -> RoleSpec:
@@ -438,20 +337,23 @@ def _teachers(config: RunConfig) -> Iterator[RoleSpec]:
 
 
 def _teacher(config: RunConfig, name: str, teacher: TeacherConfig, call: PassCall) -> RoleSpec:
-    """A frozen model that says more of the tokens than a reference; `self`: the actor."""
+    """A frozen model that says more of the tokens than a reference; `self`: the actor, in its own pool or another."""
     shared, key = config.actor_rollout_ref, f"distillation.teacher_models.{name}"
     is_self = teacher.model_path == SELF
+    is_here = is_self and teacher.pool == shared.actor.pool
     score = _pass(f"teacher_{name}", call, teacher.use_remove_padding, key, teacher, LOG_PROB_KEYS)
     prompt = config.data.max_prompt_length if teacher.prompt_key is None else teacher.max_prompt_length
     longest = prompt + config.data.max_response_length
     role = RoleSpec(
-        *(name, KINDS[TEACHER], key, shared.actor.pool if is_self else teacher.pool),
+        *(name, KINDS[TEACHER], key, teacher.pool),
         model_path=shared.model.path if is_self else teacher.model_path,  # type: ignore[arg-type]
         model_key=f"{key}.model_path",
-        megatron=shared.actor.megatron if is_self else teacher.megatron,
+        megatron=shared.actor.megatron if is_here else teacher.megatron,
         settings=teacher,
         score=replace(score, longest=longest, length_key=f"{key}.max_prompt_length + data.max_response_length"),
-        model_of=ACTOR if is_self else None,
+        model_of=ACTOR if is_here else None,
+        lora=shared.model.lora if is_self and not is_here else LoraConfig(),
+        follows=Following(ACTOR, share=1.0, every=1, is_kept=False) if is_self and not is_here else None,
     )
     return replace(role, score=_with_room(role, longest))
 

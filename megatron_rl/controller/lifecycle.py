@@ -6,6 +6,7 @@ global_step_N/  manifest.json          every file's size and checksum; written l
                 run.json               step, prompt cursor, KL controller, logger, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role
+                actor_reference/       a reference in another pool that has moved
                 rng_POOL_R.json        random states of rank R of a pool
 """
 

@@ -18,6 +18,7 @@ from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import validates, with_steps
 from megatron_rl.controller.algorithm import Algorithm
+from megatron_rl.controller.followers import before_first_step
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule, with_all_replicas
@@ -180,6 +181,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         validation = PromptValidation(config, logger, repairs.stop, data.val, sampler, held_out)
         life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler, repairs)
         life.restore()
+        before_first_step(pools, folder.start.step)
         sampler.load_weights(folder.start.step)
         planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
         with life:

@@ -19,6 +19,7 @@ from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
+from megatron_rl.controller.followers import after_step, connect_followers
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
@@ -116,7 +117,11 @@ class RunPools:
         for name, future in building:
             with logger.clock.waiting(f"build {name}"):
                 future.get()
-        return cls(placement, cluster, hosts)
+        pools = cls(placement, cluster, hosts)
+        if placement.followers:
+            with logger.clock.waiting("connect followers"):
+                connect_followers(pools)
+        return pools
 
     def handle(self, name: str, kind: type[Kind]) -> Kind:
         """The handle of a role. Raises KeyError for a role that the run does not have."""
@@ -134,8 +139,13 @@ class RunBase:
     repairs: Repairs
 
     def refresh_reference(self, step: int) -> None:
-        """Move the reference to the policy if it is to follow and this step, whose update is over, is one of those."""
-        if self.config.actor_rollout_ref.ref.is_refreshed_after(step):
+        """Move the reference to the policy if it is to follow and this step, whose update is over, is one of those.
+        Roles of other pools that follow get their weights, too.
+        """
+        after_step(self.pools, step)
+        reference = self.pools.placement.roles.get(REFERENCE)
+        is_beside = reference is not None and reference.follows is None
+        if is_beside and self.config.actor_rollout_ref.ref.is_refreshed_after(step):
             self.pools.handle(REFERENCE, Reference).refresh().get()
 
 

@@ -33,7 +33,8 @@ class Member:
     """One rank of an exchange group. held: its training shards, by buffer and offset; wanted: its rollout place.
 
     A rank that only trains wants nothing (None); a rank that only generates holds nothing. rank: in its own world.
-    pool: the name of that world, if the members are of several worlds.
+    pool: the name of that world, if the members are of several worlds. names: the tensors of which it wants shards, as
+    of a pipeline stage; None: all.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Member:
     held: tuple[Slot, ...] = ()
     wanted: Place | None = None
     pool: str = ""
+    names: tuple[str, ...] | None = None
 
     @property
     def rollout_place(self) -> Place:

@@ -157,6 +157,12 @@ def adopt(tensors: Sequence[torch.Tensor], tag: str) -> Memory:
     return mapped(storages, tag, device)
 
 
+def adopt_alone(tensor: torch.Tensor) -> Memory:
+    """The memory under a tensor with a storage of its own; on CUDA its address may change."""
+    storage = tensor.untyped_storage()
+    return HostPages([storage]) if tensor.device.type == "cpu" else Resized(storage)
+
+
 def own_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor that begins at a page, in pages of its own. Raises OSError without enough memory."""
     if numel == 0:

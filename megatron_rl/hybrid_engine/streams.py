@@ -88,4 +88,5 @@ class Constants:
         """Plan the stream between the members of a weight transfer, the senders first; each sender has everything."""
         held = tuple(self._slots.values())
         senders = [replace(member, held=held, wanted=None) for member in members[:num_senders]]
-        return make_transfer_plan(self.described, senders, members[num_senders:])
+        receivers = [replace(member, names=None) for member in members[num_senders:]]
+        return make_transfer_plan(self.described, senders, receivers)

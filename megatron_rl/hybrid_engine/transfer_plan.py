@@ -1,5 +1,8 @@
 """Plan the transfer of weights from a training pool to a rollout pool on other ranks: pure data, equal on all ranks.
 
+The receivers may also be a pool whose roles follow the policy: then each has a place in a training layout, and wants
+the tensors of its pipeline stage alone.
+
 Every element leaves the training pool once, however many replicas generate. Phase 0: one receiver fetches a piece from
 one of its holders. Phase 1: it passes the piece on to one rank on each other node that needs it. Phase 2: inside nodes,
 to all the others. So replicas share the work: each fetches its part of their common shard, and they exchange the parts
@@ -51,14 +54,16 @@ class Lot:
 
 Class = tuple[tuple[int, ...], tuple[int, ...]]
 """(holders, receivers), by member number."""
+Wanted = tuple[Place, tuple[str, ...] | None]
+"""(place, names of tensors; None: all)."""
 
 
 def make_transfer_plan(
     tensors: Mapping[str, LogicalTensor], senders: Sequence[Member], receivers: Sequence[Member]
 ) -> ExchangePlan:
-    """Plan the transfer after which every receiver has its rollout shard of every tensor.
+    """Plan the transfer after which every receiver has its shard of every tensor that it wants.
 
-    senders: all ranks of the training pool, which want nothing; receivers: all ranks of the rollout pool, which hold
+    senders: all ranks of the training pool, which want nothing; receivers: all ranks of the other pool, which hold
     nothing and have one layout. Nodes are numbered alike in both pools. The plan's members are the senders, then the
     receivers. Raises ValueError if the senders do not hold every element of a tensor, if a member holds and wants, or
     if receivers have different layouts.
@@ -108,15 +113,27 @@ def _check_ends(senders: Sequence[Member], receivers: Sequence[Member]) -> None:
 
 def _receiving_plans(tensors: Mapping[str, LogicalTensor], members: Sequence[Member]) -> list[MemberPlan]:
     """One plan for each member, with slots for members that want a shard; replicas share the slot objects."""
-    laid_out: dict[Place, MemberPlan] = {}
-    for place in dict.fromkeys(member.wanted for member in members if member.wanted is not None):
-        laid_out[place] = receiving_slots(tensors, place)
-    return [
-        MemberPlan(laid_out[member.wanted].slots, laid_out[member.wanted].foreign_numel)
-        if member.wanted is not None
-        else MemberPlan()
-        for member in members
-    ]
+    laid_out: dict[Wanted, MemberPlan] = {}
+    plans = []
+    for member in members:
+        wanted, mine = wanted_by(member), MemberPlan()
+        if wanted is not None:
+            if wanted not in laid_out:
+                laid_out[wanted] = receiving_slots(named(tensors, member.names), wanted[0])
+            mine = MemberPlan(laid_out[wanted].slots, laid_out[wanted].foreign_numel)
+        plans.append(mine)
+    return plans
+
+
+def named(tensors: Mapping[str, LogicalTensor], names: Sequence[str] | None) -> dict[str, LogicalTensor]:
+    """The tensors of these names, in the order of `tensors`; None: all."""
+    kept = tensors.keys() if names is None else set(names)
+    return {name: tensor for name, tensor in tensors.items() if name in kept}
+
+
+def wanted_by(member: Member) -> Wanted | None:
+    """What a member wants, by which its replicas are known; None: nothing."""
+    return None if member.wanted is None else (member.wanted, member.names)
 
 
 def _classes(
@@ -126,19 +143,20 @@ def _classes(
     holders: Mapping[str, list[Holders]],
 ) -> dict[Class, list[Lot]]:
     """All boxes that must move, by holders and receivers, in the order of the tensors."""
-    replicas: dict[Place, list[int]] = defaultdict(list)
+    replicas: dict[Wanted, list[int]] = defaultdict(list)
     for number, member in enumerate(members):
-        if member.wanted is not None:
-            replicas[member.wanted].append(number)
+        if (wanted := wanted_by(member)) is not None:
+            replicas[wanted].append(number)
     lots: dict[Class, list[Lot]] = defaultdict(list)
     for name, segments in holders.items():
-        takers = [(plans[numbers[0]].slots[name], numbers) for numbers in replicas.values()]
+        slots = [(plans[numbers[0]].slots.get(name), numbers) for numbers in replicas.values()]
+        takers = [(slot, numbers) for slot, numbers in slots if slot is not None]
         moved = 0
         for (segment, box, having), numbers in cuts(takers, segments).items():
             lots[having, tuple(sorted(numbers))].append(Lot(name, segment, box))
             moved += box_numel(box)
         if moved != tensors[name].numel:
-            raise ValueError(f"the rollout ranks want {moved} of the {tensors[name].numel} elements of {name}")
+            raise ValueError(f"the receiving ranks want {moved} of the {tensors[name].numel} elements of {name}")
     return lots
 
 

@@ -49,7 +49,7 @@ from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
 from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.hybrid_engine.streams import Constants, Stream
-from megatron_rl.hybrid_engine.transfer_plan import make_transfer_plan, receiving_slots
+from megatron_rl.hybrid_engine.transfer_plan import make_transfer_plan, named, receiving_slots
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightMismatchError, is_verified
 from megatron_rl.parallel.sharding import LogicalTensor, Place
@@ -364,9 +364,10 @@ class WeightSender:
 class WeightReceiver:
     """The side of a rollout rank: its shard of every tensor in one flat buffer that never moves. Call `join` first.
 
-    place: that of the shard. dtype: training's. tensors, bucket_bytes, verify_every, deltas and errors: see
-    WeightSender. second_buffer: receive into another buffer of the same layout; generation reads the old weights until
-    `swap`, which copies them, so that this buffer always holds what arrived last. constants: with a second buffer, too.
+    place: that of the shard. names: tensors whose shards come; None: all. dtype: training's. tensors,
+    bucket_bytes, verify_every, deltas and errors: see WeightSender. second_buffer: receive into another buffer of the
+    same layout; generation reads the old weights until `swap`, which copies them, so that this buffer always holds what
+    arrived last. constants: with a second buffer, too.
 
     Attributes: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
     version: the version of those weights; None before the first, and without a second buffer after a failed transfer.
@@ -385,11 +386,12 @@ class WeightReceiver:
         second_buffer: bool = False,
         deltas: bool = False,
         constants: Constants | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.constants = constants
         self._tensors, self._dtype, self._bucket_bytes = tensors, dtype, bucket_bytes
         self._verify_every, self._deltas = verify_every, deltas
-        mine = receiving_slots(tensors, place)
+        mine = receiving_slots(named(tensors, names), place)
         self._slots = mine.slots
         # No transfer writes the rows that only pad a vocabulary, so they stay 0.
         make = torch.zeros if any(slot.shard.is_padded for slot in mine.foreign) else torch.empty
@@ -404,6 +406,11 @@ class WeightReceiver:
     def scratch(self) -> MemoryBuffer:
         """Memory that a transfer takes next to the weights while it runs."""
         return self._end.scratch
+
+    @property
+    def flat(self) -> Tensor:
+        """The buffer that `tensors` are views of."""
+        return self._flat
 
     @property
     def has_second_buffer(self) -> bool:

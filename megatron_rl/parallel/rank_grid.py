@@ -90,6 +90,10 @@ class TrainGrid(TrainSizes):
             etp_size=self.expert_tp_size,
         )
 
+    def is_first_replica(self, rank: int, *, of_experts: bool) -> bool:
+        """Whether no earlier rank of the stage is at the same place of dense weights, or of experts."""
+        return rank % self.stage_size < (self.expert_tp_size * self.ep_size if of_experts else self.tp_size)
+
     def exchange_group(self, rank: int) -> list[int]:
         """The ranks that together hold exactly one copy of all experts, and whole copies of everything else.
 

@@ -83,9 +83,7 @@ class TeachingCosts:
             return cls(made=FP32 * top * finds, top=top * finds, read=read, compared=top, products=OWN_PRODUCTS)
         teachers = [each for each in roles_of(config) if each.kind.teaches]
         hidden, elements = zip(*(_sizes(each, models) for each in teachers), strict=True)
-        heads = [
-            TeacherHead(each.name, *_sizes(each, models), each.megatron) for each in teachers if each.model_of is None
-        ]
+        heads = [TeacherHead(each.name, *_sizes(each, models), each.megatron) for each in teachers if not each.is_actor]
         theirs = THEIR_PRODUCTS * max(hidden) / _sizes(role, models)[0]
         return cls(tuple(heads), read=max(hidden) * max(elements), compared=0, products=OWN_PRODUCTS + theirs)
 

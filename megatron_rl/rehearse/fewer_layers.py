@@ -23,7 +23,7 @@ def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) ->
     """
     overrides: dict[str, str] = {}
     for role in Placement.of(config).roles.values():
-        if role.model_of is not None:
+        if role.model_of is not None or role.is_actor:
             continue  # its model is another role's, whose folder counts
         counted = sum(getattr(layout_of(config, role), part) for part in COUNTED_PARTS)
         wanted = layers_per_stage * num_chunks(config, role) - counted

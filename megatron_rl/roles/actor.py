@@ -26,8 +26,8 @@ from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_los
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
+from megatron_rl.roles.policy_followers import FollowedPolicy
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.role import TrainedRole
 from megatron_rl.roles.teacher import num_compared
 from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_rl.roles.mtp_training import MTPTraining
 
 
-class Actor(TrainedRole):
+class Actor(FollowedPolicy):
     """The policy that is trained."""
 
     watches_experts = True
@@ -63,7 +63,6 @@ class Actor(TrainedRole):
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, sampled, rank.config.temperature)
         # For given examples, which were not sampled.
         self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
-        self.rank = rank
         self.routing = self.trainable.pipeline.routing
         self.distillation: Distillation | None = None
         if rank.config.distillation.enabled:

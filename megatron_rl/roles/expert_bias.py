@@ -57,6 +57,11 @@ class ExpertBias:
         self._constants, self._groups, self._device, self._kind = constants, groups, device, kind
         self.has_moved = False
 
+    @property
+    def names(self) -> list[str]:
+        """Global Megatron names of the biases of this rank's layers."""
+        return list(self._own)
+
     @torch.no_grad()
     def move(self, counts: Tensor, rate: float) -> None:
         """Move the biases after an update. counts: int64 [L, E], tokens of each expert; equal on all ranks."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from megatron_rl.checkpoint.contents import reference_of
 from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
@@ -23,6 +24,7 @@ from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
 from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
+from megatron_rl.roles.policy_followers import FollowingScorer
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import open_store
 from megatron_rl.roles.role import Role, TrainedRole
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_rl.checkpoint.memory_checkpoint_plan import CopyPlace
     from megatron_rl.hybrid_engine.rng import RNGState
     from megatron_rl.roles.memory_checkpoint import MemoryCheckpoint
+    from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
     from megatron_rl.roles.rollout import Rollout
     from megatron_rl.roles.saving import UnfinishedSave
 
@@ -147,6 +150,13 @@ class RankHost:
         return {name: role for name, role in self.roles.items() if isinstance(role, TrainedRole)}
 
     @property
+    def references(self) -> dict[str, ReferenceCheckpoint]:
+        """References that follow a policy of another pool, as checkpoints keep them, by the policy's name."""
+        roles = (role for role in self.roles.values() if isinstance(role, FollowingScorer))
+        kept = {role.spec.follows and role.spec.follows.leader: role.kept for role in roles}
+        return {leader: reference for leader, reference in kept.items() if leader and reference is not None}
+
+    @property
     def rollout_rng(self) -> RNGState | None:
         """The generators' state at the end of the last generation; None if this rank does not generate."""
         return None if self._rollout is None else self._rollout.engine.rollout_rng
@@ -163,9 +173,10 @@ class RankHost:
             raise RuntimeError("a save is under way: finish_save() comes first")
         self._settle_parameters()
         with self.ledger.phase("save"):
-            self.unfinished = begin_save(
-                folder, self.trained, self.spec.name, self.groups, self.rollout_rng, self.device
-            )
+            moved = {leader: reference for leader, reference in self.references.items() if reference.has_moved}
+            beside_training = self.config.actor_rollout_ref.actor.checkpoint.async_save
+            where = self.spec.name, self.groups, self.rollout_rng, self.device
+            self.unfinished = begin_save(folder, self.trained, *where, moved, beside_training)
         return {name: role.checkpoint.state for name, role in self.trained.items()}
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
@@ -191,6 +202,8 @@ class RankHost:
 
         for name, role in self.trained.items():
             role.checkpoint.load(folder / name, states[name])
+        for leader, reference in self.references.items():
+            reference.load(folder / leader)
         same_layout, rollout_rng = load_rank_state(folder, self.spec.name, self.groups)
         if self._rollout is not None:
             self._rollout.engine.rollout_rng = rollout_rng
@@ -209,6 +222,8 @@ class RankHost:
         self._settle_parameters()
         with self.ledger.phase("save"):
             tensors = {name: role.checkpoint.owned_tensors() for name, role in self.trained.items()}
+            for leader, reference in self.references.items():
+                tensors[reference_of(leader)] = reference.owned_tensors() if reference.has_moved else {}
             self._state_copies().take(place, step, tensors, generators_text(self.groups, self.rollout_rng))
         return {name: role.checkpoint.state for name, role in self.trained.items()}
 
@@ -223,6 +238,8 @@ class RankHost:
         source = self._state_copies().load(place, step)
         for name, role in self.trained.items():
             role.checkpoint.load_from(source.role(name), states[name])
+        for leader, reference in self.references.items():
+            reference.load_from(source.role(reference_of(leader)))
         same_layout, rollout_rng = restore_generators(source.text(self.groups.rank), self.groups)
         if self._rollout is not None:
             self._rollout.engine.rollout_rng = rollout_rng

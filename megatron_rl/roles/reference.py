@@ -10,8 +10,9 @@ from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.records import Batch
+from megatron_rl.roles.policy_followers import FollowingScorer, without_mtp
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.role import FrozenRole, Role, TrainedRole
+from megatron_rl.roles.role import Role, TrainedRole
 
 
 def made_column(spec: RoleSpec) -> str:
@@ -21,7 +22,7 @@ def made_column(spec: RoleSpec) -> str:
     return spec.score.call.makes
 
 
-class Reference(FrozenRole):
+class Reference(FollowingScorer):
     """Scores tokens as the policy did before training, or when this reference last moved to it."""
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
@@ -30,22 +31,21 @@ class Reference(FrozenRole):
         from megatron_rl.roles.token_scorer import TokenScorer
 
         self.column, source = made_column(spec), rank.source(spec)
-        super().__init__(spec, rank, source.language_model())
+        super().__init__(spec, rank, source)
         settings = source.hf_config.to_dict()
         settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
         self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, settings, rank.config.temperature)
-        if spec.settings.sync_ref_model:
+        if spec.settings.sync_ref_model and spec.follows is None:
             self._follow(cast(TrainedRole, neighbours[ACTOR]))
 
     def _follow(self, policy: TrainedRole) -> None:
         """Become part of the policy's checkpoint, and able to move to the policy."""
         from megatron_rl.checkpoint.saved_tensors import REFERENCE_BIAS
-        from megatron_rl.model.families.mtp_params import MTP
         from megatron_rl.roles.model_source import named_buffers, named_parameters
         from megatron_rl.roles.reference_refresh import ReferenceRefresh
 
-        ours, every = named_parameters(self.pipeline.chunks), named_parameters(policy.trainable.models)
-        theirs = {name: tensor for name, tensor in every.items() if not name.startswith(MTP)}  # which is generation's
+        ours = named_parameters(self.pipeline.chunks)
+        theirs = without_mtp(named_parameters(policy.trainable.models))
         biases, leader = None, policy.checkpoint.bias
         if leader is not None:
             buffers = named_buffers(self.pipeline.chunks)
@@ -60,7 +60,7 @@ class Reference(FrozenRole):
 
     @remote_method(Dispatch.ONE_TO_ALL, stop=Stop.NEVER_AFTER)
     def refresh(self) -> None:
-        """Move to the policy by `ref_model_mixup_alpha`; only with `sync_ref_model`."""
+        """Move to the policy on the same ranks by `ref_model_mixup_alpha`; only with `sync_ref_model`."""
         self.following.refresh()
 
 

@@ -1,8 +1,9 @@
 """A reference that follows its policy: now and then it becomes a * policy + (1 - a) * reference.
 
-TR-DPO: Gorbatovski et al., arXiv:2404.09656. Both roles are on the same grid, so a rank has the same elements of both:
-nothing is sent. The moved reference is part of the policy's checkpoint, in whose runs it is written, so that every
-element is written once.
+TR-DPO: Gorbatovski et al., arXiv:2404.09656. A rank needs the same elements of both. In the policy's pool it has them:
+nothing is sent, and the moved reference is written in the runs of the policy's checkpoint, so that every element is
+written once. To another pool the policy's come by a weight transfer (`policy_followers.py`), and the reference writes
+itself (`reference_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ReferenceRefresh:
         if shapes[0] != shapes[1]:
             others = sorted(shapes[0].items() ^ shapes[1].items())
             raise ValueError(f"reference and policy are cut or built in other ways, as {others[0][0]} is")
-        self._reference, self._policy, self.alpha = reference, policy, alpha
+        self.reference, self._policy, self.alpha = reference, policy, alpha
         self._biases = biases
         self.has_moved = False
 
@@ -46,7 +47,7 @@ class ReferenceRefresh:
     def refresh(self) -> None:
         """Move the reference, in place."""
         self.has_moved = True
-        for name, tensor in self._reference.items():
+        for name, tensor in self.reference.items():
             tensor.lerp_(self._policy[name].to(tensor.dtype), self.alpha)
         if self._biases is not None:
             own, leader = self._biases
@@ -62,8 +63,8 @@ class ReferenceRefresh:
     def runs_like(self, runs: Iterable[FlatRun]) -> Iterator[FlatRun]:
         """The reference's elements where these runs have the policy's weights."""
         for run in runs:
-            if run.kind == WEIGHT and run.name in self._reference:
-                elements = self._reference[run.name].detach().view(-1)[run.start : run.start + len(run.data)]
+            if run.kind == WEIGHT and run.name in self.reference:
+                elements = self.reference[run.name].detach().view(-1)[run.start : run.start + len(run.data)]
                 yield FlatRun(run.name, REFERENCE_WEIGHT, run.start, elements)
 
     def is_in(self, names: Collection[str], specs: Mapping[str, ParamSpec]) -> bool:

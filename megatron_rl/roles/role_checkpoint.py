@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from megatron_rl.checkpoint.contents import reference_beside
 from megatron_rl.checkpoint.saved_tensors import WEIGHT, SavedTensors
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
 from megatron_rl.checkpoint.sharded_state import FlatRun, sharded_state, written_at
@@ -87,9 +88,14 @@ class RoleCheckpoint:
             tensors |= sharded_state(self.reference.runs_like(runs), self.specs, self.place)
         return tensors
 
+    @torch.no_grad()
     def load(self, folder: Path, state: RoleState) -> None:
         """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved."""
         self.load_from(SavedFolder(folder), state)
+        apart = reference_beside(folder)
+        if self.reference is not None and apart.is_dir():
+            source = SavedFolder(apart)
+            source.read(self._reference_tensors(source))
 
     @torch.no_grad()
     def load_from(self, source: SavedState, state: RoleState) -> None:
@@ -97,17 +103,24 @@ class RoleCheckpoint:
         self.trainable.adam.create()
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
         tensors = sharded_state(runs, self.specs, self.place)
-        for bias in self._biases():
-            if bias.is_in(source.names):
-                tensors |= sharded_state(bias.runs(), bias.specs, self.place)
-                bias.has_moved = True
-        if self.reference is not None and self.reference.is_in(source.names, self.specs):
-            weights = self.reference.runs_like(self._weight_runs())
-            tensors |= sharded_state(weights, self.specs, self.place)
-            self.reference.has_moved = True
-        source.read(tensors)
+        if self.bias is not None and self.bias.is_in(source.names):
+            tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
+            self.bias.has_moved = True
+        source.read(tensors | self._reference_tensors(source))
         self.trainable.continue_from(state.num_updates, state.adam_step)
         self.trainable.loss_scaling.set(state.loss_scale, state.good_steps)
+
+    def _reference_tensors(self, source: SavedState) -> dict[str, ShardedTensor]:
+        """Views of a reference that has moved, and of its biases, as far as `source` has them."""
+        reference, tensors = self.reference, dict[str, ShardedTensor]()
+        if reference is None or not reference.is_in(source.names, self.specs):
+            return tensors
+        reference.has_moved = True
+        tensors |= sharded_state(reference.runs_like(self._weight_runs()), self.specs, self.place)
+        if reference.bias is not None and reference.bias.is_in(source.names):
+            tensors |= sharded_state(reference.bias.runs(), reference.bias.specs, self.place)
+            reference.bias.has_moved = True
+        return tensors
 
     @property
     def state(self) -> RoleState:

@@ -11,25 +11,28 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_rl.checkpoint.contents import reference_beside
 from megatron_rl.checkpoint.manifest import FileRecord, digest_files
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.rng import RNGState, from_hex, to_hex
 from megatron_rl.parallel.mpu import TrainGroups
+from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
 from megatron_rl.roles.role import TrainedRole
 
 
 @dataclass(frozen=True)
 class UnfinishedSave:
-    """A save in progress. All ranks must call `finish` together."""
+    """A save in progress. All ranks must call `finish` together. parts: the folders in `folder` that are written."""
 
     folder: Path
-    roles: tuple[str, ...]
+    parts: tuple[str, ...]
     state_file: Path
     rank: int
     writer: CheckpointWriter
@@ -47,10 +50,10 @@ class UnfinishedSave:
 
     def _files(self) -> list[Path]:
         own = [self.state_file]
-        for role in self.roles:
-            own += (self.folder / role).glob(f"__{self.rank}_*")
+        for part in self.parts:
+            own += (self.folder / part).glob(f"__{self.rank}_*")
             if self.rank == 0:
-                own += [file for file in (self.folder / role).iterdir() if not file.name.startswith("__")]
+                own += [file for file in (self.folder / part).iterdir() if not file.name.startswith("__")]
         return own
 
 
@@ -61,17 +64,23 @@ def begin_save(
     groups: TrainGroups,
     rollout_rng: RNGState | None,
     device: Device,
+    references: Mapping[str, ReferenceCheckpoint] = MappingProxyType({}),
+    beside_training: bool = False,
 ) -> UnfinishedSave:
     """Start writing every role to its folder in `folder`, and write this rank's own state; all ranks must call.
 
-    Raises StorageError when a file of this rank could not be written.
+    references: that have moved, in another pool than the policy, by the policy's name.
+    beside_training: write these in the background. Raises StorageError when a file of this rank could not be written.
     """
     writer = CheckpointWriter(device.torch_device)
     with writing(folder):
         for name, role in roles.items():
             role.checkpoint.save(folder / name, writer, role.config.checkpoint.async_save)
+        for leader, reference in references.items():
+            reference.save(reference_beside(folder / leader), writer, beside_training)
         save_rank_state(folder, pool, groups, rollout_rng)
-    return UnfinishedSave(folder, tuple(roles), rank_file(folder, pool, groups.rank), groups.rank, writer)
+    parts = (*roles, *(reference_beside(folder / leader).name for leader in references))
+    return UnfinishedSave(folder, parts, rank_file(folder, pool, groups.rank), groups.rank, writer)
 
 
 def rank_file(folder: Path, pool: str, rank: int) -> Path:

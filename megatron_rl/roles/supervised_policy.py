@@ -12,11 +12,11 @@ from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.rows import sum_rows
 from megatron_rl.records import Batch
+from megatron_rl.roles.policy_followers import FollowedPolicy
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.role import TrainedRole
 
 
-class SupervisedPolicy(TrainedRole):
+class SupervisedPolicy(FollowedPolicy):
     """A language model that learns from given responses; saved and exported as the actor."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:

@@ -12,8 +12,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.records import Batch
+from megatron_rl.roles.policy_followers import FollowingScorer
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.role import FrozenRole, Role, TrainedRole
+from megatron_rl.roles.role import Role, TrainedRole
 
 if TYPE_CHECKING:
     from megatron_rl.roles.token_scorer import TokenScorer
@@ -75,14 +76,14 @@ class TeachingRole(Role):
         return None if values is None else Batch(teacher_hidden=batch.per_sampled_token(values))
 
 
-class Teacher(FrozenRole, TeachingRole):
-    """A frozen language model in a folder of its own."""
+class Teacher(FollowingScorer, TeachingRole):
+    """A frozen language model in a folder of its own, or the actor as it is in this step, in another pool."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source = rank.source(spec)
-        super().__init__(spec, rank, source.language_model())
+        super().__init__(spec, rank, source)
         settings, config = source.hf_config.to_dict(), rank.config
         settings["vocab_size"] = compared_tokens(config, settings["vocab_size"])
         self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, settings, config.temperature)

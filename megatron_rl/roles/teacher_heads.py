@@ -43,7 +43,7 @@ def offloadable_heads(rank: Rank, heads: Sequence[OtherHead]) -> list[Offloadabl
 
 def _read(rank: Rank, heads: Sequence[OtherHead]) -> list[tuple[RoleSpec, OtherHead]]:
     # Before the last stage there are none.
-    return [(spec, head) for spec, head in zip(rank.placement.teachers, heads, strict=False) if spec.model_of is None]
+    return [(spec, head) for spec, head in zip(rank.placement.teachers, heads, strict=False) if not spec.is_actor]
 
 
 def _head(spec: RoleSpec, rank: Rank, actor: TokenScorer) -> OtherHead:
@@ -52,7 +52,7 @@ def _head(spec: RoleSpec, rank: Rank, actor: TokenScorer) -> OtherHead:
     temperature = distillation_temperature(rank.config)
     softmax = VocabSoftmax(num_tokens, temperature, rank.groups.tp_group, head_cap(settings))
     own = actor.head.weight.detach()
-    if spec.model_of is not None:
+    if spec.is_actor:
         return OtherHead(own, softmax)
     model = Model.of(settings)
     matrix = model.specs[HEAD]

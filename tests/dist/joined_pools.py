@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from layouts import tensors_of, training_buffers, transfer_ends
+from layouts import members_of, tensors_of, training_buffers, transfer_ends
 from ranks import common_store
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.deltas import as_bits
 from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.transfer_plan import named
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver, WeightSender
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
-from megatron_rl.parallel.rank_grid import TrainGrid
+from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan
 
@@ -32,6 +33,7 @@ Model = dict[tuple[str, int], torch.Tensor]
 class Pools:
     """A model, a training pool and a rollout pool; options: keywords of `transfer_ends`.
 
+    follower: the grid and stages of a pool in place of the rollout's, whose roles follow the policy.
     deltas: whether only what changed travels. drifts: the share of elements whose bits each update changes, NaN and
     negative zeros among them; (): every update draws all weights anew.
     """
@@ -47,15 +49,32 @@ class Pools:
     options: dict = field(default_factory=dict)
     deltas: bool = False
     drifts: tuple[float, ...] = ()
+    follower: tuple[TrainGrid, StagePlan] | None = None
 
     @property
     def world_size(self) -> int:
-        return self.train.world_size + self.rollout_tp * self.num_replicas
+        receiving = self.rollout_tp * self.num_replicas if self.follower is None else self.follower[0].world_size
+        return self.train.world_size + receiving
 
     def members(self) -> tuple[list[Member], list[Member], dict[str, LogicalTensor]]:
         specs = param_map(FAMILIES[self.architecture], self.shape)
-        ends = transfer_ends(self.train, specs, self.stages, self.rollout_tp, self.num_replicas, **self.options)
-        return *ends, tensors_of(specs)
+        senders, receivers = transfer_ends(
+            self.train, specs, self.stages, self.rollout_tp, self.num_replicas, **self.options
+        )
+        if self.follower is not None:
+            (grid, stages), nodes = self.follower, self.options.get("rollout_nodes", [0])
+            held = members_of(list(range(grid.world_size)), RolloutGrid(grid, 1), specs, stages, train_multiple=8)
+            receivers = [
+                replace(
+                    member,
+                    node=nodes[member.rank % len(nodes)],
+                    held=(),
+                    wanted=grid.place(member.rank, 8),
+                    names=tuple(dict.fromkeys(slot.name for slot in member.held)),
+                )
+                for member in held
+            ]
+        return senders, receivers, tensors_of(specs)
 
     def model(self, tensors: dict[str, LogicalTensor], seed: int) -> Model:
         """The whole model's weights after so many updates, the same on all ranks."""
@@ -157,6 +176,7 @@ class RolloutRank:
             second_buffer=second_buffer,
             deltas=pools.deltas,
             constants=constants,
+            names=self.member.names,
         )
         self.end.join(self.member, transport)
 
@@ -164,7 +184,7 @@ class RolloutRank:
         """Names of tensors that are not this rank's shard of the model, element by element; padding must be 0."""
         model = self.pools.model(self.tensors, seed)
         wrong = []
-        for name, tensor in self.tensors.items():
+        for name, tensor in named(self.tensors, self.member.names).items():
             shard = shard_of(tensor, self.member.wanted)
             expected = torch.zeros(shard.shape, dtype=self.pools.dtype)
             for part in shard.parts:

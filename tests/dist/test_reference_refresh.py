@@ -1,4 +1,5 @@
-"""A reference that follows its policy: what it becomes, and that a checkpoint has it, for every layout.
+"""A reference that follows its policy, on the same ranks or in another pool: what it becomes, and that a checkpoint has
+it, for every layout.
 
 Why bit for bit: the reference is written and read without arithmetic, as the policy is, and a refresh is a function of
 the two. Not exercised: when a run refreshes, which tests/e2e/test_stage_runs.py resumes.
@@ -6,6 +7,7 @@ the two. Not exercised: when a run refreshes, which tests/e2e/test_stage_runs.py
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -14,11 +16,13 @@ import torch
 from ranks import run_ranks
 from resumed_training import start_saving
 from task_cases import answer_batch, task_config
+from test_arriving_weights import Messages, host_of
 from tiny_models import save_glm4_moe, save_qwen3_moe
 from updates import whole_weights
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.columns import SCORING
+from megatron_rl.config.schema import PoolConfig
 from megatron_rl.config.tasks import DPO
 from megatron_rl.records import answer_rows
 
@@ -158,6 +162,115 @@ def test_the_whole_share_makes_the_reference_the_policy(tmp_path: Path) -> None:
     assert not any("reference" in name for name in SavedTensors(tmp_path / "saved" / "actor").names)
     (again,) = run_ranks(1, refreshed, config_of(path, 1, 1), 0, tmp_path / "saved")
     assert again["scores"][0] == fresh["scores"][0]
+
+
+def apart_config(path: str, num_ranks: int, tp_size: int, pp_size: int, following: dict, **keys):
+    """The actor's layout, and of the pool of the reference its ranks and keys of its layout."""
+    layout = {f"actor_rollout_ref__ref__megatron__{key}": value for key, value in following.items()}
+    config = config_of(path, tp_size, pp_size, **layout, **keys)
+    config.pools["ref"] = PoolConfig(nnodes=1, n_gpus_per_node=num_ranks)
+    config.actor_rollout_ref.ref.pool = "ref"
+    return config
+
+
+def apart(config, num_training: int, num_refreshes: int, source: Path | None = None, target: Path | None = None):
+    """One rank of either pool: what its role has at first and after each refresh, and the reports of the transfers."""
+    from megatron_rl.roles.model_source import named_parameters
+
+    messages, number = Messages(), int(os.environ["RANK"])
+    trains, num_ranks = number < num_training, int(os.environ["WORLD_SIZE"])
+    place = (
+        ("global_pool", number, num_training) if trains else ("ref", number - num_training, num_ranks - num_training)
+    )
+    worker = host_of(config, *place, place[0])
+    name = "actor" if trains else "reference"
+    worker.build(name)
+    role, where = worker.roles[name], worker.coordinates()
+    if number == 0:
+        messages.say("address", pickle.dumps(role.offer_to("reference", num_ranks - num_training)))
+    address = pickle.loads(messages.store.get("address"))
+    if trains:
+        role.join_follower("reference", address)
+    else:
+        role.join_policy(address)
+    if source is not None:
+        states = pickle.loads((source / "states.pickle").read_bytes()) if trains else {}
+        worker.load_checkpoint(source, states)
+    parameters = named_parameters(role.trainable.models if trains else role.pipeline.chunks)
+    bias = role.checkpoint.bias if trains else role.arriving.refresh.bias
+
+    def held() -> dict:
+        weights = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+        return {"actor_weights": weights, "place": role.source.place if trains else worker.rank.source(role.spec).place}
+
+    rows = torch.arange(len(PROMPTS)).tensor_split(where.dp_size)[where.dp_rank]
+    mine = answer_batch(PROMPTS, score_token=False)[rows]
+    found, biases, reports = [held()], [bias and bias.whole()], []
+    for step in range(1, num_refreshes + 1):
+        if trains:
+            worker.run("actor", "update_preferences", (mine, len(PROMPTS)), {})
+            reports.append(worker.run("actor", "send_to", ("reference", step), {}))
+        else:
+            reports.append(worker.run("reference", "take_weights", (step,), {}))
+        found.append(held())
+        biases.append(bias and bias.whole())
+    if target is not None:
+        assert start_saving(worker, target).finish(wait=True)
+    return {"found": found, "biases": biases, "reports": reports, "numel": sum(map(torch.numel, parameters.values()))}
+
+
+LAYOUTS = {
+    "EP2 to PP2": (2, (2, 1, 1), {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1}, EP2),
+    "DP2xEP2-bf16 to TP2": (
+        2,
+        (2, 1, 1),
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2},
+        EP2 | BF16,
+    ),
+    "TP2xPP2xEP2 to DP4xEP2": (
+        4,
+        (4, 2, 2),
+        {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False},
+        SPLIT,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["EP2 to PP2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in [*LAYOUTS][1:])]
+)
+def test_a_reference_in_another_pool_follows(layout: str, tmp_path: Path) -> None:
+    """Two refreshes between two layouts: every element is the mixture, a byte more than the shard never arrives, and
+    one process, and both pools again, resume with just that. Experts, and a tied head.
+
+    Would not catch a driver that calls at another step; tests/e2e/test_actor_only.py does.
+    """
+    num_ranks, (world_size, *cut), following, keys = LAYOUTS[layout]
+    path, saved = save_qwen3_moe(tmp_path, tie_word_embeddings=True), tmp_path / "saved"
+    config = apart_config(path, num_ranks, *cut, following, **keys)
+    ranks = run_ranks(world_size + num_ranks, apart, config, world_size, 2, None, saved)
+    training, reference = ranks[:world_size], ranks[world_size:]
+    moved = [
+        [whole_weights([rank["found"][number] for rank in pool], "actor", path) for number in range(3)]
+        for pool in (training, reference)
+    ]
+    policy, follows = moved
+    for number in (1, 2):
+        for name, tensor in follows[number].items():
+            assert torch.equal(tensor, follows[number - 1][name].lerp(policy[number][name], 0.25)), name
+    for rank in reference:
+        for report in rank["reports"]:
+            assert report.bytes_received == report.lower_bound_bytes
+    itemsize = 2 if keys.items() >= BF16.items() else 4
+    assert min(rank["reports"][0].bytes_received for rank in reference) > 0
+    assert all(rank["reports"][0].bytes_received <= itemsize * rank["numel"] for rank in reference)
+    assert sum(rank["reports"][0].bytes_sent for rank in training) == training[0]["reports"][0].model_bytes
+    dtype = {key: value for key, value in keys.items() if key in BF16}
+    alone = run_ranks(1, refreshed, config_of(path, 1, 1, **dtype), 0, saved)
+    again = run_ranks(world_size + num_ranks, apart, config, world_size, 0, saved)
+    resumed = [rank["found"][0] for rank in again[world_size:]]
+    for found in (whole_weights(alone, "actor", path), whole_weights(resumed, "actor", path)):
+        assert all(torch.equal(found[name], follows[2][name]) for name in follows[2])
 
 
 def followed_by_adapters(config, source: Path | None = None, target: Path | None = None) -> dict:

@@ -44,6 +44,16 @@ CASES = [
     Pools("DP2-TP1-bfloat16", TrainGrid(2, 1, 1), StagePlan(4, 1), 1, 1, GROUPED, dtype=torch.bfloat16),
 ]
 PAIR = replace(CASES[-1], dtype=torch.float32)
+TP2DP2 = TrainGrid(4, 2, 1), StagePlan(4, 1)
+FOLLOWERS = [
+    replace(CASES[0], name="TP2PP2-PP4", follower=(TrainGrid(4, 1, 4), StagePlan(4, 4))),
+    replace(CASES[2], name="PP2VPP2-TP2PP2", follower=(TrainGrid(4, 2, 2), StagePlan(4, 2))),
+    replace(CASES[3], name="TP2EP2-EP4", follower=(TrainGrid(4, 1, 1, 4), StagePlan(2, 1))),
+    replace(CASES[4], name="DP2-TP2DP2-bfloat16", follower=TP2DP2, options={"rollout_nodes": [0, 0, 1, 1]}),
+    replace(CASES[0], name="TP2PP2-PP2VPP2", follower=(TrainGrid(2, 1, 2), StagePlan(4, 2, 2))),
+]
+"""Pools whose roles follow the policy, in training layouts of their own; in the first and the last stages share a tied
+embedding."""
 BUCKET_BYTES = 16 << 10
 
 
@@ -71,7 +81,8 @@ def transfer_rank(pools: Pools, make_transport=Transport) -> dict:
             found["wrong"] += rank.differing(seed=step)
             found["stays"] = addresses == {name: tensor.data_ptr() for name, tensor in rank.end.tensors.items()}
             found["version"] = rank.end.version
-            places = [shard_of(tensor, rank.member.wanted) for tensor in rank.tensors.values()]
+            wanted = transfer_plan.named(rank.tensors, rank.member.names).values()
+            places = [shard_of(tensor, rank.member.wanted) for tensor in wanted]
             found["needed"] = pools.dtype.itemsize * sum(
                 part.box[0][1] - part.box[0][0]
                 if len(part.box) == 1
@@ -92,7 +103,7 @@ def transfer_rank(pools: Pools, make_transport=Transport) -> dict:
 @pytest.mark.parametrize(
     "late", [pytest.param(False, marks=pytest.mark.exhaustive, id=""), pytest.param(True, id="late")]
 )
-@pytest.mark.parametrize("pools", CASES, ids=lambda pools: pools.name)
+@pytest.mark.parametrize("pools", [*CASES, *FOLLOWERS], ids=lambda pools: pools.name)
 def test_every_rollout_rank_gets_its_shard_and_not_a_byte_more(pools, late) -> None:
     """Element by element, twice; bytes counted where messages begin. Would not catch padding inside gloo."""
     make_transport = partial(LateMessages, seed=1) if late else Transport

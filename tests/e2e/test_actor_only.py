@@ -12,7 +12,7 @@ import torch
 from command_line import REPOSITORY
 from forked_run import ForkedRun
 from safetensors.torch import load_file
-from short_runs import LOCAL, SHORT, metrics, steps_saved
+from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -62,17 +62,22 @@ def test_saves_and_goes_on(command_line) -> None:
     assert ppo.wait() == 2 and "it has no critic" in ppo.text()
 
 
+APART = (*ONE, WITHOUT_RAY, "pools.ref.nnodes=1", "pools.ref.n_gpus_per_node=1", "actor_rollout_ref.ref.pool=ref")
+
+
 @pytest.mark.exhaustive
-def test_a_reference_that_follows_goes_on(command_line) -> None:
-    """It becomes the policy after step 2, where the run is saved: no KL in step 3, and two steps and two more are four,
-    bit for bit. Would not catch a share below 1, which tests/dist have."""
+@pytest.mark.parametrize("where", [LOCAL, APART], ids=["the actor's pool", "another pool"])
+def test_a_reference_that_follows_goes_on(command_line, where) -> None:
+    """It becomes the policy after step 2, where the run is saved: no KL in step 3, and two steps and two more, wherever
+    the reference is, are four in one process, bit for bit. Would not catch a share below 1, which tests/dist have."""
     ref = "actor_rollout_ref.ref"
     follows = (f"{ref}.sync_ref_model=true", f"{ref}.ref_model_mixup_alpha=1.0", f"{ref}.ref_model_sync_steps=2")
     grpo = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true", f"{ACTOR}.optim.lr=1e-3")
-    keys = (*SHORT, *LOCAL, *follows, *grpo, "trainer.save_freq=2", "trainer.test_freq=2")
-    first, whole = (command_line(*keys, f"trainer.total_training_steps={steps}") for steps in (2, 4))
+    keys = (*SHORT, *follows, *grpo, "trainer.save_freq=2", "trainer.test_freq=2")
+    first = command_line(*keys, *where, "trainer.total_training_steps=2")
+    whole = command_line(*keys, *LOCAL, "trainer.total_training_steps=4")
     assert first.wait() == 0, first.text()
-    second = command_line(*keys, "trainer.total_training_steps=4", folder=first.folder)
+    second = command_line(*keys, *where, "trainer.total_training_steps=4", folder=first.folder)
     assert second.wait() == 0 == whole.wait(), second.text() + whole.text()
     assert metrics(second) == metrics(whole)
     kl = {step: abs(logged["actor/reward_kl_penalty"]) for step, logged in metrics(whole).items()}

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from short_runs import LOCAL, SHORT, TP2, WITHOUT_RAY, metrics
+from short_runs import LOCAL, ONE, SHORT, TP2, WITHOUT_RAY, metrics
 from sweeps import marks_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -121,13 +121,26 @@ def data_of(folder: Path) -> tuple[str, ...]:
     return (f"data.train_files={folder / 'train.jsonl'}", f"data.val_files={folder / 'test.jsonl'}")
 
 
-def test_a_teacher_that_is_the_actor(command_line, two_sources: Path) -> None:
-    """It reads another prompt: TP2 has the numbers of one process, and the loss is not 0. Would not catch a prompt that
-    is another row's.
+APART = (*teacher("self", pool="other"), "pools.other.nnodes=1", "pools.other.n_gpus_per_node=1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [
+        ("forward_kl_topk", TP2),
+        *(
+            pytest.param(kind, (*ONE, *APART), marks=pytest.mark.exhaustive)
+            for kind in ("forward_kl_topk", "forward_kl")
+        ),
+    ],
+)
+def test_a_teacher_that_is_the_actor(command_line, two_sources: Path, kind: str, apart) -> None:
+    """It reads another prompt: TP2, and a pool of the teacher's own, have the numbers of one process, and the loss is
+    not 0. Would not catch a prompt that is another row's.
     """
-    keys = (*FEW, *KINDS["forward_kl_topk"], *data_of(two_sources))
+    keys = (*FEW, *KINDS[kind], *data_of(two_sources), "actor_rollout_ref.actor.ppo_epochs=1")
     own = teacher("self", prompt_key="hint", max_prompt_length=32)
-    runs = [command_line(*keys, *own, *where, config=CONFIG) for where in (LOCAL, (*TP2, WITHOUT_RAY))]
+    runs = [command_line(*keys, *own, *where, config=CONFIG) for where in (LOCAL, (*apart, WITHOUT_RAY))]
     assert [run.wait() for run in runs] == [0, 0], [run.text() for run in runs]
     expected, found = map(numbers, runs)
     for step, line in expected.items():

@@ -73,8 +73,9 @@ def start_saving(worker, target: Path):
     for name in worker.trained:
         (target / name).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    save = begin_save(target, worker.trained, worker.spec.name, worker.groups, None, worker.device)
-    if worker.groups.rank == 0:
+    where = worker.spec.name, worker.groups, None, worker.device
+    save = begin_save(target, worker.trained, *where, worker.references)
+    if worker.groups.rank == 0 and worker.trained:
         states = {name: role.checkpoint.state for name, role in worker.trained.items()}
         (target / "states.pickle").write_bytes(pickle.dumps(states))
     return save

@@ -122,7 +122,6 @@ def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
         ("dpo", f"{SYNC} actor_rollout_ref.model.lora.rank=8 dpo.reference=on_the_fly", SYNC_KEY),
         ("ppo", f"{SYNC} algorithm.use_kl_in_reward=false", SYNC_KEY),
         ("ppo", f"{SYNC} actor_rollout_ref.model.lora.rank=8 {KL}", SYNC_KEY),
-        ("ppo", f"{SYNC} {KL} {OTHER}", SYNC_KEY),
         ("sft", "data.truncation=middle", "data.truncation"),
     ],
 )

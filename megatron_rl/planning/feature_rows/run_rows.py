@@ -80,20 +80,6 @@ def _teachers_prompt(run: RunFacts) -> Iterator[Use]:
             yield Use({key: teacher.prompt_key}, {key: None})
 
 
-def _pool_key(use: Use) -> str:
-    (key,) = use.settings
-    return f"{key.removesuffix('.model_path')}.pool"
-
-
-def _pool_of_actor(run: RunFacts, use: Use) -> Settings:
-    return {_pool_key(use): run.config.actor_rollout_ref.actor.pool}
-
-
-def _elsewhere(run: RunFacts, use: Use) -> str:
-    is_elsewhere = run.value(_pool_key(use)) != run.config.actor_rollout_ref.actor.pool
-    return "the policy is read where it is trained, on the actor's ranks" if is_elsewhere else ""
-
-
 def _reference(run: RunFacts) -> Iterator[Use]:
     if run.config.generates and any(role.kind.initial_of is not None for role in run.roles):
         yield Use({f"{ACTOR}.use_kl_loss": run.config.actor_rollout_ref.actor.use_kl_loss}, {})
@@ -116,12 +102,6 @@ def _compares(run: RunFacts) -> bool:
 def _free_of_reference(run: RunFacts, use: Use) -> str:
     is_free = isinstance(run.config, TaskConfig) and not run.config.needs_reference
     return "nothing is compared with a reference" if is_free else ""
-
-
-def _reference_elsewhere(run: RunFacts, use: Use) -> str:
-    actor = run.config.actor_rollout_ref.actor.pool
-    elsewhere = any(role.kind.initial_of is not None and role.pool != actor for role in run.roles)
-    return "the reference takes the actor's weights where they are, on the actor's ranks" if elsewhere else ""
 
 
 ROWS = (
@@ -157,14 +137,6 @@ ROWS = (
         "the policy as its own teacher",
         {f"{TEACHERS}.NAME.model_path": SELF},
         _own_teacher,
-        of_layout=(
-            Requirement(
-                "the actor's pool",
-                _elsewhere,
-                _pool_of_actor,
-                keys=lambda run, use: {_pool_key(use): run.value(_pool_key(use))},
-            ),
-        ),
     ),
     Feature(
         "teachers_prompt",
@@ -206,12 +178,6 @@ ROWS = (
                 ),
                 {ALPHA: 1.0},
                 keys=lambda run, use: {LORA_RANK: run.value(LORA_RANK), ALPHA: run.value(ALPHA)},
-            ),
-            Requirement(
-                "the actor's pool",
-                _reference_elsewhere,
-                lambda run, use: {f"{REF}.pool": run.config.actor_rollout_ref.actor.pool},
-                keys=lambda run, use: {f"{REF}.pool": run.config.actor_rollout_ref.ref.pool},
             ),
         ),
         in_tasks=True,

@@ -1,0 +1,211 @@
+"""Roles of other pools that take the policy's weights: both ends of their weight transfers.
+
+The policy sends its trained weights, without a multi-token prediction layer; with adapters, these alone. A role that
+follows has a training layout of its own. Weights arrive in memory that is allocated for a transfer alone, are compared
+with those that were sent, and only then mixed in: a broken transfer leaves the role as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.dispatch import Dispatch, Stop, remote_method
+from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.role import FrozenRole, TrainedRole
+from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
+
+if TYPE_CHECKING:
+    from megatron_rl.hybrid_engine.streams import Constants
+    from megatron_rl.hybrid_engine.weight_transfer import ReceiveReport, SendReport, WeightSender
+    from megatron_rl.model.families import ParamSpec
+    from megatron_rl.roles.model_source import ModelSource, UnloadedModel
+    from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class FollowerEnd:
+    """The policy's end of the transfer to one role. constants: the biases of experts, as they are sent."""
+
+    store: TransferStore | None = None
+    sender: WeightSender | None = None
+    constants: Constants | None = None
+
+
+class FollowedPolicy(TrainedRole):
+    """A trained language model whose weights roles of other pools may take."""
+
+    def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
+        super().__init__(spec, rank, source, model)
+        self.rank = rank
+        self.followers: dict[str, FollowerEnd] = {}
+
+    @remote_method(Dispatch.RANK_ZERO)
+    def offer_to(self, follower: str, num_receivers: int) -> TransferAddress:
+        """Serve a store through which this pool and that of `follower`, a role, connect; returns its address."""
+        end = self.followers.setdefault(follower, FollowerEnd())
+        end.store = TransferStore(self.rank, num_receivers)
+        return end.store.address
+
+    @remote_method(Dispatch.ONE_TO_ALL)
+    def join_follower(self, follower: str, address: TransferAddress) -> None:
+        """Build this pool's end, together with the role's `join_policy`. Raises BrokenTransferError if a rank is lost
+        meanwhile.
+        """
+        from megatron_rl.hybrid_engine.streams import Constants
+        from megatron_rl.hybrid_engine.weight_transfer import WeightSender
+        from megatron_rl.model.families import tensors_of
+        from megatron_rl.roles.flat_parameters import flat_parameters
+
+        end, rollout = self.followers.setdefault(follower, FollowerEnd()), self.rank.config.actor_rollout_ref.rollout
+        view = replace(
+            self.trained,
+            parameters=without_mtp(self.trained.parameters),
+            specs=without_mtp(self.trained.specs),
+        )
+        if self.checkpoint.bias is not None:
+            end.constants = Constants(self.checkpoint.bias.described, self.rank.device.torch_device)
+        end.sender = WeightSender(
+            flat_parameters(view, self.rank.groups, self.source.place, None, self.rank.node),
+            tensors_of(view.specs),
+            join_transfer(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
+            bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
+            verify_every=rollout.verify_weights_every,
+            constants=end.constants,
+        )
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.NEVER_AFTER)
+    def send_to(self, follower: str, version: int) -> SendReport:
+        """Send the weights after step `version`, together with the role's `take_weights`. Raises BrokenTransferError
+        if a rank is lost.
+        """
+        end, bias = self.followers[follower], self.checkpoint.bias
+        if end.sender is None:
+            raise RuntimeError(f"no weight transfer to {follower} is connected: call join_follower() first")
+        has_moved = bias is not None and bias.has_moved
+        if bias is not None and end.constants is not None and has_moved:
+            end.constants.fill(bias.whole())
+        return end.sender.send(version, has_moved)
+
+
+class FollowingScorer(FrozenRole):
+    """A language model that only scores, and that may take the weights of a policy in another pool.
+
+    kept: a reference that may have moved so, as checkpoints keep it; None: they keep nothing.
+    """
+
+    def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource) -> None:
+        model = source.language_model()
+        super().__init__(spec, rank, model)
+        self.kept: ReferenceCheckpoint | None = None
+        self.arriving: ArrivingWeights | None = None
+        if spec.follows is not None:
+            from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
+
+            self.arriving = ArrivingWeights(self, rank, source, dict(model.trained or model.specs))
+            if spec.follows.is_kept:
+                self.kept = ReferenceCheckpoint(self.arriving.refresh, self.arriving.specs, source)
+
+    @remote_method(Dispatch.ONE_TO_ALL)
+    def join_policy(self, address: TransferAddress) -> None:
+        """Connect to the policy's pool, together with its `join_follower`. Raises as that."""
+        self._arriving.join(address)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.NEVER_AFTER)
+    def take_weights(self, version: int) -> ReceiveReport:
+        """Receive the weights that the policy sends with `send_to`, and mix them in; the same `version` there.
+
+        Raises BrokenTransferError if a rank is lost, and WeightMismatchError if weights arrive wrong; this role's
+        weights stay then.
+        """
+        return self._arriving.take(version)
+
+    @property
+    def _arriving(self) -> ArrivingWeights:
+        if self.arriving is None:
+            raise RuntimeError(f"{self.spec.name} follows no policy of another pool")
+        return self.arriving
+
+
+class ArrivingWeights:
+    """A policy's weights on their way into a role of another pool, on one rank.
+
+    specs: of everything that arrives on any rank, by global Megatron names.
+    """
+
+    def __init__(self, role: FrozenRole, rank: Rank, source: ModelSource, specs: dict[str, ParamSpec]) -> None:
+        from megatron_rl.checkpoint.saved_tensors import REFERENCE_BIAS
+        from megatron_rl.hybrid_engine.stable_memory import adopt_alone
+        from megatron_rl.hybrid_engine.streams import Constants
+        from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver
+        from megatron_rl.model.families import tensors_of
+        from megatron_rl.roles.expert_bias import ExpertBias, biases_of
+        from megatron_rl.roles.model_source import named_buffers, named_parameters
+        from megatron_rl.roles.received_weights import torch_dtype
+        from megatron_rl.roles.reference_refresh import ReferenceRefresh
+
+        follows, config, chunks = role.spec.follows, rank.config.actor_rollout_ref, role.pipeline.chunks
+        assert follows is not None
+        self._rank, self._place, self.specs = rank, source.place, specs
+        ours = {name: parameter for name, parameter in named_parameters(chunks).items() if name in specs}
+        self._names = tuple(dict.fromkeys(specs[name].tensor.name for name in ours))
+        self._leader: ExpertBias | None = None
+        constants, biases = None, None
+        if described := biases_of(source.model.constants):
+            own = ExpertBias(named_buffers(chunks), described, rank.groups, rank.device.torch_device, REFERENCE_BIAS)
+            constants = Constants(own.described, rank.device.torch_device)
+            constants.fill(own.whole())
+            self._leader = own.of_copy({name: constants.tensors[described[name].name] for name in own.names}, "")
+            biases = own, self._leader
+        self._receiver = WeightReceiver(
+            source.place,
+            tensors_of(specs),
+            torch_dtype(config.actor.megatron.dtype),
+            rank.device.torch_device,
+            bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
+            verify_every=config.rollout.verify_weights_every,
+            constants=constants,
+            names=self._names,
+        )
+        theirs = {name: self._receiver.tensors[specs[name].tensor.name] for name in ours}
+        self.refresh = ReferenceRefresh(ours, theirs, follows.share, biases)
+        self._memory = adopt_alone(self._receiver.flat)
+        self._memory.release()
+
+    def join(self, address: TransferAddress) -> None:
+        """Connect to the policy's pool; collective over both."""
+        rank, number = self._rank, self._rank.groups.rank
+        transport = join_transfer(address, address.receiver(number), rank.device, rank.timeout)
+        member = Member(number, rank.node, rank.groups.tp_rank, wanted=self._place, names=self._names)
+        self._memory.allocate()
+        try:
+            self._receiver.join(member, transport)
+        finally:
+            self._memory.release()
+
+    def take(self, version: int) -> ReceiveReport:
+        """Receive and mix in; collective over both pools."""
+        self._memory.allocate()
+        try:
+            self._memory.clear()  # no transfer writes the rows that only pad a vocabulary
+            report = self._receiver.receive()
+            if report.version != version:
+                raise RuntimeError(f"weights of version {report.version} arrived, and {version} was asked for")
+            if self._leader is not None:
+                self._leader.has_moved = report.leaving_bytes > report.model_bytes  # constants came, too
+            self.refresh.refresh()
+        finally:
+            self._memory.release()
+        return report
+
+
+def without_mtp(of_names: Mapping[str, Value]) -> dict[str, Value]:
+    """Leave out a multi-token prediction layer, which roles that only score do not have."""
+    from megatron_rl.model.families.mtp_params import MTP
+
+    return {name: value for name, value in of_names.items() if not name.startswith(MTP)}
