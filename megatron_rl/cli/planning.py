@@ -13,6 +13,7 @@ import typer
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say, write_output
+from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.declarations import readers_of
@@ -99,8 +100,9 @@ def plan_command(
         lengths = [length for length in (prompt_length, response_length) if length is not None]
         plan = TaskPlan.of(run_config, gpu, sum(lengths) or None)
     elif run_config is not None and gpu is not None and not violations:
-        run_config = with_kv_cache(run_config, gpu)
-        plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
+        with without_collections():  # an exchange plan is up to a million objects, and all of them stay
+            run_config = with_kv_cache(run_config, gpu)
+            plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
     if as_json:
         print_plan(run, plan, features)
         raise typer.Exit(ConfigError.exit_code if violations else 0)

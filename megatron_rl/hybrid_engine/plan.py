@@ -248,16 +248,20 @@ Cut = tuple[int, Box, tuple[int, ...]]
 def cuts(takers: Iterable[tuple[Slot, Sequence[int]]], segments: Sequence[Holders]) -> dict[Cut, list[int]]:
     """The pieces of the slots of one tensor along training's cuts, with the members whose slots contain them.
 
-    takers: received slots, each with the members that have it.
+    takers: received slots, each with the members that have it. Members of a piece are in ascending order.
     """
-    found: dict[Cut, list[int]] = defaultdict(list)
+    # Equal shards are one object (`shard_of`), which exists as long as its slot.
+    alike: dict[int, tuple[Slot, list[int]]] = {}
     for slot, numbers in takers:
+        alike.setdefault(id(slot.shard), (slot, []))[1].extend(numbers)
+    found: dict[Cut, list[int]] = defaultdict(list)
+    for slot, members in alike.values():
         for part in slot.shard.parts:
             for box, having in segments[part.segment].items():
                 common = intersect(part.box, box)
                 if common is not None:
-                    found[part.segment, common, having].extend(numbers)
-    return found
+                    found[part.segment, common, having].extend(members)
+    return {cut: sorted(members) for cut, members in found.items()}
 
 
 def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Mapping[str, list[Holders]]) -> None:
@@ -282,8 +286,9 @@ def _found(pieces: Mapping[Cut, list[int]], members: Sequence[Member]) -> tuple[
     """The pieces that receivers copy from their own training shards, and those that others send them."""
     local, received = [], []
     for (segment, box, having), numbers in pieces.items():
-        local += [(segment, box, Hop(number, number, 0, number)) for number in having if number in numbers]
-        lacking = [number for number in numbers if number not in having]
+        takers, holders = set(numbers), set(having)
+        local += [(segment, box, Hop(number, number, 0, number)) for number in having if number in takers]
+        lacking = [number for number in numbers if number not in holders]
         received += [(segment, box, hop) for hop in route(members, having, lacking)]
     return local, received
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron_rl.hybrid_engine.layout import Region, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
+from megatron_rl.parallel.sharding import Box
 
 DIRECT_NUMEL = 1 << 18
 """Elements from which a run without gaps is a message of its own: shorter ones cost more as messages than as copies."""
@@ -151,3 +152,79 @@ def flat_runs(stream: Iterable[Fragment]) -> Iterator[list[Fragment]]:
 def total(stream: Iterable[Fragment]) -> int:
     """Elements of all fragments."""
     return sum(fragment.numel for fragment in stream)
+
+
+def most_packed(plan: ExchangePlan, member: int, message_numel: int) -> int:
+    """Elements of the longest message of `make_schedule` that needs scratch memory at this member; 0: none does.
+
+    Counts without making a step: pieces between equal shards are cut alike, so they are cut once.
+    """
+    counts = _CutCounts(plan, message_numel)
+    sent = by_round(plan, plan.sent[member]).values()
+    received = by_round(plan, plan.plans[member].received).values()
+    sides = [(0, pieces) for pieces in sent] + [(1, pieces) for pieces in received]
+    return max((_most_packed(counts.of(pieces), message_numel, side) for side, pieces in sides), default=0)
+
+
+Ends = tuple[tuple[int, int], tuple[int, int]]
+"""(buffer, offset) of a fragment at its sender and at its receiver."""
+CutCount = tuple[int, tuple[bool, bool], Ends]
+"""(elements, whether they have no gaps at the sender and at the receiver, where they begin)."""
+
+
+class _CutCounts:
+    """`fragments` as numbers. Those of pieces with equal shards differ only in where their slots begin."""
+
+    def __init__(self, plan: ExchangePlan, message_numel: int) -> None:
+        self._plan, self._message_numel = plan, message_numel
+        self._known: dict[tuple[int, int, int, Box], list[tuple[int, tuple[bool, bool], int, int]]] = {}
+
+    def of(self, pieces: Iterable[Piece]) -> Iterator[CutCount]:
+        """The fragments of the pieces of one pair, in order."""
+        for piece in pieces:
+            source, dest = self._plan.source_slot(piece), self._plan.dest_slot(piece)
+            key = id(source.shard), id(dest.shard), piece.segment, piece.box  # the plan keeps the shards
+            if key not in self._known:
+                self._known[key] = [
+                    (
+                        cut.numel,
+                        (cut.source.is_contiguous, cut.dest.is_contiguous),
+                        cut.source.offset - source.offset,
+                        cut.dest.offset - dest.offset,
+                    )
+                    for cut in fragments([piece], self._plan, self._message_numel)
+                ]
+            for numel, flat, sent_from, sent_to in self._known[key]:
+                yield numel, flat, ((source.buffer, source.offset + sent_from), (dest.buffer, dest.offset + sent_to))
+
+
+def _most_packed(stream: Iterable[CutCount], message_numel: int, side: int) -> int:
+    """Elements of the longest message of a pair that is packed at its sender (side 0) or receiver (side 1)."""
+    most = numel = 0  # of all messages that are closed; of the open bucket
+    is_one = True  # whether the bucket is one run without gaps at this side
+    after: tuple[int, int] | None = None  # where the bucket's last fragment ends
+    for run in _flat_counts(stream):
+        if all(run[0][1]) and sum(size for size, *_ in run) >= DIRECT_NUMEL:
+            continue
+        for size, flat, ends in run:
+            if numel and numel + size > message_numel:
+                most, numel = most if is_one else max(most, numel), 0
+            is_one = flat[side] and (not numel or (is_one and after == ends[side]))
+            after = (ends[side][0], ends[side][1] + size)
+            numel += size
+    return most if is_one else max(most, numel)
+
+
+def _flat_counts(stream: Iterable[CutCount]) -> Iterator[list[CutCount]]:
+    """`flat_runs` of numbers."""
+    run: list[CutCount] = []
+    after: Ends | None = None
+    for cut in stream:
+        numel, flat, ends = cut
+        if run and not (after == ends and all(flat) and all(run[-1][1])):
+            yield run
+            run = []
+        run.append(cut)
+        after = (ends[0][0], ends[0][1] + numel), (ends[1][0], ends[1][1] + numel)
+    if run:
+        yield run

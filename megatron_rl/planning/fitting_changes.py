@@ -23,8 +23,6 @@ from megatron_rl.planning.memory_report import MemoryReport, usable_bytes
 from megatron_rl.planning.plan_tables import amount, usable_amount
 from megatron_rl.planning.run_models import RunModels
 
-LAYOUT = ("parallel_size", "drop_train_weights")
-"""Ends of keys with which weights lie elsewhere."""
 RECOMPUTE_COST = ", and updates take up to a third longer"
 
 
@@ -109,14 +107,13 @@ def _all(config: RunConfig, models: RunModels, changes: Sequence[Change], usable
     settings: dict[str, Any] = {}
     for change in changes:
         settings |= change.settings
-    keeps_layout = not any(key.endswith(LAYOUT) for key in settings)
-    return tried(config, models if keeps_layout else None, settings, usable)
+    return tried(config, models, settings, usable)
 
 
 def _layouts(config: RunConfig, models: RunModels, usable: int) -> list[Change]:
     """Return the changes to another layout that are enough by themselves."""
     pools = set(excess(plan_pools(models), usable))
-    options = [tried(config, None, settings, usable) for settings in other_layouts(config, pools)]
+    options = [tried(config, models, settings, usable) for settings in other_layouts(config, pools)]
     return [option.change for option in options if option is not None and not option.excess]
 
 

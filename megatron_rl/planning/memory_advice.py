@@ -44,8 +44,8 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
     changes: list[Change] = []
     left = excess(plan_pools(models), usable)
     while left and len(changes) < MOST_CHANGES:
-        for choices, alike in ((candidates, models), (recomputing, models), (other_layouts, None)):
-            options = [tried(config, alike, settings, usable) for settings in choices(config, set(left))]
+        for choices in (candidates, recomputing, other_layouts):
+            options = [tried(config, models, settings, usable) for settings in choices(config, set(left))]
             better = [option for option in options if option and sum(option.excess.values()) < sum(left.values())]
             if better:
                 break
@@ -81,14 +81,14 @@ class Tried:
     excess: dict[str, int]
 
 
-def tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> Tried | None:
-    """Plan with changed settings; None if preflight refuses them. models: None if the layout changes."""
+def tried(config: RunConfig, models: RunModels, settings: dict[str, Any], usable: int) -> Tried | None:
+    """Plan with changed settings; None if preflight refuses them. models: of `config`, or of a variant of it."""
     changed = copy.deepcopy(config)
     for key, value in settings.items():
         put(changed, key, value)
     if preflight(changed, config_only=True):
         return None
-    planned = RunModels(changed, alike=models)
+    planned = RunModels(changed, models)
     pools = plan_pools(planned)
     peak = max(stage.peak for stages in pools.values() for stage in stages)
     return Tried(Change(settings, peak), changed, planned, excess(pools, usable))
@@ -199,7 +199,7 @@ def cutting_sequences(config: RunConfig, models: RunModels, hardware: Hardware) 
     everything = {key: value for settings in recomputing(config, pools) for key, value in settings.items()}
     for again in ({}, everything):
         for settings in wider_cuts(config, pools):
-            option = tried(config, None, settings | again, usable)
+            option = tried(config, models, settings | again, usable)
             if option is not None and not option.excess:
                 return option.change
     return None

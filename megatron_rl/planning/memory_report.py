@@ -180,7 +180,7 @@ def longest_sequence(config: RunConfig, models: RunModels, memory: GenerationMem
     most = limits[limited_by]
 
     def fits(length: int) -> bool:
-        pools = plan_pools(RunModels(with_longest(config, length), alike=models))
+        pools = plan_pools(RunModels(with_longest(config, length), models))
         return all(stage.peak <= memory.usable for stages in pools.values() for stage in stages)
 
     if most <= prompt:

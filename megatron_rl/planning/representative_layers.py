@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.hybrid_engine.plan import ExchangePlan, aligned
-from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.hybrid_engine.schedule import most_packed
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.weights import LAYER
@@ -102,6 +102,4 @@ def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, Kind]:
 
 def packed_bytes(exchange: ExchangePlan, number: int, bucket: int, num_messages: int, element: int) -> int:
     """Return the most bytes of a member's packed messages under way. bucket: bytes of all messages together."""
-    steps = make_schedule(exchange, number, max(1, bucket // element // num_messages))
-    packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
-    return num_messages * max(packed, default=0) * element
+    return num_messages * most_packed(exchange, number, max(1, bucket // element // num_messages)) * element

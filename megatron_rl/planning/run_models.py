@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 
 from megatron_rl.config.drafts import MTPUse
+from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
@@ -83,8 +84,10 @@ class RunModels:
     role. The configuration must have passed preflight.
     """
 
-    def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
-        """alike: of a configuration with the same models and layouts; its exchange plan is reused."""
+    def __init__(self, config: RunConfig, variant_of: RunModels | None = None) -> None:
+        """variant_of: of a configuration with the same models. The variants of one configuration plan the exchange of
+        each layout once.
+        """
         self.config = config
         self.placement = Placement.of(config)
         models = {path: Model.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
@@ -95,9 +98,21 @@ class RunModels:
         self.actor_role = self.placement.leader
         self.actor = self.training.model(self.actor_role)
         self._scratch: dict[tuple[int, int, bool], int] = {}
-        self._alike = alike if self.placement.is_colocated else None
+        self._variants: dict[tuple[object, ...], RunModels] = {} if variant_of is None else variant_of._variants
+        self._alike: RunModels | None = None
+        if self.placement.is_colocated:
+            self._alike = self._variants.get(self._layout)
+            self._variants.setdefault(self._layout, self)
         if self._alike is not None:
             self._scratch = self._alike._scratch
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        """All that decides which rank holds what, in training and in generation."""
+        layout, rollout = self.training.spec.layout, self.config.actor_rollout_ref.rollout
+        names = [field.name for field in fields(layout) if field.name.endswith("parallel_size")]
+        training = [getattr(layout, name) for name in (*names, *UNEVEN_STAGES, *COUNTED_PARTS)]
+        return (*training, rollout.tensor_model_parallel_size, rollout.drop_train_weights, self.training.spec.size)
 
     @property
     def generating(self) -> PoolModels:

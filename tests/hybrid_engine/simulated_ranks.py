@@ -12,7 +12,7 @@ from layouts import expected_foreign, training_buffers
 
 from megatron_rl.hybrid_engine import schedule
 from megatron_rl.hybrid_engine.layout import FOREIGN
-from megatron_rl.hybrid_engine.schedule import Leg, Step, local_copies, make_schedule
+from megatron_rl.hybrid_engine.schedule import Leg, Step, local_copies, make_schedule, most_packed
 
 UNDEFINED = -1
 """What a receiver's memory holds while a message is under way."""
@@ -124,6 +124,17 @@ def execute(plan, schedules, model, chance: random.Random, laziness: float) -> l
 def schedules_of(plan, message_numel: int, direct_numel: int) -> list[list[Step]]:
     with mock.patch.object(schedule, "DIRECT_NUMEL", direct_numel):
         return [make_schedule(plan, number, message_numel) for number in range(len(plan.members))]
+
+
+def packed_counts(plan, schedules, message_numel: int, direct_numel: int) -> list[tuple[int, int]]:
+    """(longest packed message as it is counted, as it is in the schedule) of each rank."""
+    with mock.patch.object(schedule, "DIRECT_NUMEL", direct_numel):
+        counted = [most_packed(plan, number, message_numel) for number in range(len(plan.members))]
+    legs = [[leg for step in steps for leg in (step.send, step.receive) if leg] for steps in schedules]
+    return [
+        (most, max((leg.numel for leg in own if not leg.is_direct), default=0))
+        for most, own in zip(counted, legs, strict=True)
+    ]
 
 
 def is_right(plan, buffers, model) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import plan_for
 from random_layouts import cases
-from simulated_ranks import schedules_of
+from simulated_ranks import packed_counts, schedules_of
 from test_transfer_plan import plan_of, pools
 
 from megatron_rl.model.families import ModelShape
@@ -43,14 +43,21 @@ def calls_of(schedules):
     }
 
 
+def fits_and_counts(plan, message_numel, direct_numel) -> None:
+    """The messages fit, and the longest that is packed is as long as counted without making the messages."""
+    schedules = schedules_of(plan, message_numel, direct_numel)
+    match = match_calls(calls_of(schedules))
+    assert match.fits, match.sentences()
+    assert all(counted == made for counted, made in packed_counts(plan, schedules, message_numel, direct_numel))
+
+
 @settings(max_examples=30, deadline=None)
 @given(case=cases(), **SIZES)
 def test_exchanges_end(case, message_numel, direct_numel):
     """Random models and layouts. Would not catch collectives of another group between the messages."""
     *arguments, options = case
     plan, _ = plan_for(*arguments, **options)
-    match = match_calls(calls_of(schedules_of(plan, message_numel, direct_numel)))
-    assert match.fits, match.sentences()
+    fits_and_counts(plan, message_numel, direct_numel)
 
 
 @settings(max_examples=10, deadline=None)
@@ -59,8 +66,7 @@ def test_transfers_end(pools, message_numel, direct_numel):
     """Random pools, with replicas that pass weights on. Would not catch a receiver that is lost."""
     arguments, options = pools
     plan, *_ = plan_of(*arguments, **options)
-    match = match_calls(calls_of(schedules_of(plan, message_numel, direct_numel)))
-    assert match.fits, match.sentences()
+    fits_and_counts(plan, message_numel, direct_numel)
 
 
 @pytest.mark.exhaustive
@@ -72,8 +78,7 @@ def test_many_more(case, pools, message_numel, direct_numel):
     *layouts, options = case
     arguments, transferred = pools
     for plan, *_ in (plan_for(*layouts, **options), plan_of(*arguments, **transferred)):
-        match = match_calls(calls_of(schedules_of(plan, message_numel, direct_numel)))
-        assert match.fits, match.sentences()
+        fits_and_counts(plan, message_numel, direct_numel)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ class Finalists:
         self.too_large: list[tuple[Placed, dict[str, StageMemory]]] = []
         self._stages: dict[tuple[int, int], StageMemory] = {}
         self._transitions: dict[tuple[Any, ...], TransitionPlan] = {}
-        self._alike: dict[tuple[Any, ...], RunModels] = {}
+        self._first: RunModels | None = None
 
     def best(self, placements: Sequence[Placed], number: int) -> list[Candidate]:
         """Return the `number` fastest candidates. placements: in the order of their estimates."""
@@ -89,7 +89,7 @@ class Finalists:
         if violations:
             self.refused.append((placed, violations))
             return None
-        models = self._models(config, placed)
+        models = self._models(config)
         memory = {self.names.name(choice.block): self._worst(models, choice, placed) for choice in placed.choices}
         if max(stage.peak for stage in memory.values()) > self.work.usable:
             self.too_large.append((placed, memory))
@@ -111,10 +111,9 @@ class Finalists:
         assert drawer.generation is not None  # it was looked for
         return (trainer.grid, trainer.shape, drawer is trainer, drawer.shape, drawer.generation.tp)
 
-    def _models(self, config: RunConfig, placed: Placed) -> RunModels:
-        key = self._key(placed)
-        models = BoundedModels(config, alike=self._alike.get(key))
-        self._alike.setdefault(key, models)
+    def _models(self, config: RunConfig) -> RunModels:
+        models = BoundedModels(config, self._first)
+        self._first = self._first or models
         return models
 
     def _transition(self, models: RunModels, placed: Placed) -> TransitionPlan:
