@@ -19,12 +19,19 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_grouped_attention, has_varlen_attention
-from megatron_rl.model.cascade_attention import CascadeAttention
-from megatron_rl.model.eager_attention import EagerAttention
+from megatron_rl.model.block_attention import (
+    PLAIN,
+    AttentionKind,
+    Facing,
+    Pieces,
+    cpu_flash_backward,
+    cpu_flash_forward,
+)
 from megatron_rl.model.families import AttentionShape
+from megatron_rl.model.joined_attention import KeyBlock, joined
 from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
 from megatron_rl.model.parts import GroupedAttention
-from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
+from megatron_rl.model.segments import Segments, by_bucket, to_slots, to_tokens, turns_of
 
 
 class StackedQKVSelfAttention(SelfAttention):
@@ -227,11 +234,9 @@ class CausalAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
-        self.soft_cap: float | None = None
-        self.window: int | None = None
-        self.growth = 1.0
+        self.kind, self.growth = PLAIN, 1.0
         if shape is not None:
-            self.soft_cap, self.window = shape.soft_cap, shape.window(layer_number - 1)
+            self.kind = AttentionKind(shape.soft_cap, shape.window(layer_number - 1))
             # Kernels scale by the head size; the query is scaled by the rest.
             self.growth = shape.scale * config.kv_channels**0.5
         self.sinks: torch.nn.Parameter | None = None
@@ -242,12 +247,12 @@ class CausalAttention(MegatronModule):
     @property
     def needs_slots(self) -> bool:
         """Whether no device has a kernel for it, so that packed rows must have slots."""
-        return self.soft_cap is not None or self.sinks is not None
+        return self.kind.soft_cap is not None or self.sinks is not None
 
     @property
     def needs_prefix_slots(self) -> bool:
         """Whether a segment's slots must hold all of its prefix, so that no piece of it can be met apart."""
-        return self.needs_slots or self.window is not None
+        return self.needs_slots or self.kind.window is not None
 
     def forward(
         self,
@@ -262,33 +267,31 @@ class CausalAttention(MegatronModule):
         query = query if self.growth == 1.0 else query * self.growth
         if packed_seq_params is None:
             q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
-            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window, self.sinks).transpose(0, 1)
+            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.kind, self.sinks).transpose(0, 1)
         else:
             heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
             if has_varlen_attention(query) and not self.needs_slots:
-                out = varlen(*heads, packed_seq_params, self.window)
+                out = varlen(*heads, packed_seq_params, self.kind.window)
             else:
-                out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window, self.sinks)
+                out = bucketed(*heads, packed_seq_params, self.kind, self.sinks)
             out_SBND = out[:, None]
         return out_SBND.flatten(2)
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind = PLAIN, sinks: Tensor | None = None
 ) -> Tensor:
     """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
-    soft_cap, window, sinks: see `EagerAttention`.
+    sinks: see `joined`.
     """
-    window = None if window is None or window >= query.shape[1] else window
-    if soft_cap is not None or window is not None or sinks is not None:
-        shaped: Tensor = EagerAttention.apply(query, key, value, soft_cap, window, sinks)
-        return shaped
+    num_rows, length = query.shape[:2]
+    if kind.window is not None and kind.window >= length:
+        kind = replace(kind, window=None)
+    if kind != PLAIN or sinks is not None:
+        rows = [KeyBlock(Facing.within((length,) * num_rows, query.device))]
+        q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+        return joined(q, k, v, lambda source: rows, kind, sinks).view(query.shape)
     q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     if grouped and not has_grouped_attention(query):
@@ -302,16 +305,55 @@ def bucketed(
     key: Tensor,
     value: Tensor,
     segments: Segments,
-    soft_cap: float | None = None,
-    window: int | None = None,
+    kind: AttentionKind = PLAIN,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D]."""
+    """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D].
+
+    Pieces of prefixes that are in no slots are blocks of their own.
+    """
     if segments.pieces:
-        cascade: Tensor = CascadeAttention.apply(query, key, value, segments)
-        return cascade
+        blocks = [KeyBlock(Slots(segments))]
+        for queries, keys in ((slice(*piece.queries), slice(*piece.keys)) for piece in segments.pieces):
+            num_queries, num_keys = (Pieces((span.stop - span.start,), query.device) for span in (queries, keys))
+            blocks.append(KeyBlock(Facing(num_queries, num_keys, causal=False), queries, keys))
+        return joined(query, key, value, lambda source: blocks)
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
-    return to_tokens([attend(q, k, v, soft_cap, window, sinks) for q, k, v in rows], segments)
+    return to_tokens([attend(q, k, v, kind, sinks) for q, k, v in rows], segments)
+
+
+class Slots:
+    """The block of every token with the keys of its segment's slots, on torch's flash attention for CPUs."""
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
+        """See `Facing.forward`; query [T, N, D], key and value [T, K, D]. kind: plain."""
+        buckets = zip(*(to_slots(x, self.segments) for x in (query, key, value)), strict=True)
+        outputs, log_sums = zip(*(cpu_flash_forward(*bucket, causal=True) for bucket in buckets), strict=True)
+        return to_tokens(outputs, self.segments), to_tokens(log_sums, self.segments)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, kind: AttentionKind
+    ) -> list[Tensor]:
+        """See `Facing.backward`; gradients as precise as `log_sum`."""
+        segments = self.segments
+        assert segments.token_of_slot is not None and segments.slot_of_token is not None
+        # Filler, and the queries of prefixes, have no gradient of their own.
+        slots = grad.new_zeros(len(segments.token_of_slot), *grad.shape[1:])
+        d_out = by_bucket(slots.index_copy_(0, segments.slot_of_token, grad), segments)
+        kept = (to_slots(x, segments) for x in (query, key, value, out, log_sum))
+        of_buckets = [cpu_flash_backward(*bucket, causal=True) for bucket in zip(d_out, *kept, strict=True)]
+        totals = []
+        for parts in zip(*of_buckets, strict=True):
+            of_slots = torch.cat([part.flatten(0, 1) for part in parts])
+            total = of_slots.index_select(0, segments.slot_of_token).to(log_sum.dtype)
+            if segments.prefix_slots is not None and segments.prefix_tokens is not None:
+                of_prefixes = of_slots.index_select(0, segments.prefix_slots)
+                total.index_add_(0, segments.prefix_tokens, of_prefixes.to(log_sum.dtype))
+            totals.append(total)
+        return totals
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:

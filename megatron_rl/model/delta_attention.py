@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rl.config.megatron import LOCAL
-from megatron_rl.model.context_attention import ContextSegments
+from megatron_rl.model.context_segments import ContextSegments
 from megatron_rl.model.delta_rule import DeltaCore, HeadSizes
 from megatron_rl.model.key_exchange import to_heads, to_own_tokens
 from megatron_rl.model.parts import GatedDelta

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import RotaryTurn
-from megatron_rl.model.context_attention import ContextAttention, ContextSegments
+from megatron_rl.model.context_attention import ContextAttention
+from megatron_rl.model.context_segments import ContextSegments
 from megatron_rl.model.families import LatentAttention
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, turns_of

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.model.chunks import chunk_tokens
+from megatron_rl.model.soft_cap import cap_slope, capped
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class LocalRows:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, v] of hidden [n, H]; padding, which vLLM drops, is -inf."""
-        logits = capped_logits(torch.mm(hidden, self.weight.t()).float(), self.soft_cap)
+        logits = capped(torch.mm(hidden, self.weight.t()).float(), self.soft_cap)
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         logits[:, self.num_real :] = -torch.inf
@@ -249,9 +250,7 @@ class LocalRows:
         """Derivative of the soft cap, 1 - tanh(x / c)^2 [n, v], from the result of `logits`; None without a cap."""
         if self.soft_cap is None:
             return None
-        slope = (logits * (self.temperature / self.soft_cap)).square_().neg_().add_(1.0)
-        slope[:, self.num_real :] = 0.0
-        return slope
+        return cap_slope(logits, self.soft_cap / self.temperature)  # 0 for padding
 
     def take(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the targets' logits, in the shape [n] or [n, k] of targets; 0 for one that another rank holds."""
@@ -300,11 +299,6 @@ def add_product_in_float32(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(torch.mm(left, right))
-
-
-def capped_logits(logits: Tensor, soft_cap: float | None) -> Tensor:
-    """Replace x by c tanh(x / c) in place, for a cap c."""
-    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def chunks(num_tokens: int, hidden_size: int, num_rows: int) -> Iterator[slice]:

@@ -24,12 +24,12 @@ from megatron_rl.model.head_distillation import (
 from megatron_rl.model.log_probs import (
     Combined,
     VocabSoftmax,
-    capped_logits,
     head_cross_entropy,
     head_log_probs,
     head_log_probs_alone,
     head_statistics,
 )
+from megatron_rl.model.soft_cap import capped
 
 
 def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.ProcessGroup) -> None:
@@ -102,7 +102,7 @@ class VocabHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 [N, vocab_size], before the temperature. All TP ranks must call."""
         group = self.softmax.tp_group
-        mine = capped_logits(torch.mm(hidden, self.weight.t()).float(), self.softmax.soft_cap)
+        mine = capped(torch.mm(hidden, self.weight.t()).float(), self.softmax.soft_cap)
         shards = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(shards, mine, group=group)
         return torch.cat(shards, -1)[:, : self.softmax.vocab_size]

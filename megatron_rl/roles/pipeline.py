@@ -36,10 +36,9 @@ from megatron_rl.experience.micro_batches import (
 from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, tree_plan
 from megatron_rl.experience.recorded_experts import expert_bytes
 from megatron_rl.losses.metrics import MetricParts, add_parts
-from megatron_rl.model.context_attention import ALL_GATHER, ContextSegments
+from megatron_rl.model.context_segments import ALL_GATHER, ContextSegments, TrieSegments
 from megatron_rl.model.eight_bits import round_again, token_multiple
 from megatron_rl.model.segments import Segments, prefix_tokens_of
-from megatron_rl.model.trie_segments import TrieSegments
 from megatron_rl.observe.liveness import counting, finished_one, made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups

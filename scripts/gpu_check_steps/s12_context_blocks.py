@@ -17,7 +17,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 def _whole_segments(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Outputs and gradients of four ranks, float32 and bfloat16: off by what share of the largest one in float32."""
     from megatron_rl.model.attention import bucketed, varlen
-    from megatron_rl.model.context_attention import ContextSegments
+    from megatron_rl.model.context_segments import ContextSegments
     from megatron_rl.model.segments import Segments
     from megatron_rl.parallel.zigzag import zigzag_columns
 
@@ -46,8 +46,8 @@ def _whole_segments(device: str, small: bool, figures: dict[str, Any]) -> None:
 def _trie(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Outputs and gradients of rows that branch twice, block by block, against whole rows in float32."""
     from megatron_rl.model.attention import bucketed
+    from megatron_rl.model.context_segments import TrieSegments
     from megatron_rl.model.segments import Segments
-    from megatron_rl.model.trie_segments import TrieSegments
     from megatron_rl.parallel.zigzag import chunk_ranges
 
     unit = 8 if small else 512
@@ -83,8 +83,8 @@ def in_blocks(
 
     shares: the segments of every rank; tokens: int64, which tokens it has.
     """
-    from megatron_rl.model.block_attention import Merged, block_backward, block_forward
-    from megatron_rl.model.context_attention import taken
+    from megatron_rl.model.block_attention import PLAIN
+    from megatron_rl.model.joined_attention import Merged, taken
 
     query, key, value = given
     found = [torch.zeros(x.shape, device=x.device) for x in (query, *given)]
@@ -93,13 +93,13 @@ def in_blocks(
         for source, theirs in enumerate(tokens):
             for facing, queries, keys in segments.blocks(rank, source, query.device):
                 k, v = (taken(x[theirs], keys) for x in (key, value))
-                merged.add(*block_forward(taken(q, queries), k, v, facing), queries)
+                merged.add(*facing.forward(taken(q, queries), k, v, PLAIN), queries)
                 faced.append((facing, queries, taken(theirs, keys), k, v))
         found[0][mine] = merged.out
         out = merged.out.to(query.dtype)
         for facing, queries, of_keys, k, v in faced:
             d_out, own, o, sums = (taken(x, queries) for x in (grad[mine], q, out, merged.log_sum))
-            grads = block_backward(d_out, own, k, v, o, sums, facing)
+            grads = facing.backward(d_out, own, k, v, o, sums, PLAIN)
             for total, rows, part in zip(found[1:], (taken(mine, queries), of_keys, of_keys), grads, strict=True):
                 total.index_add_(0, rows, part.float())
     return found

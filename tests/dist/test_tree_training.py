@@ -10,7 +10,8 @@ from ranks import run_ranks
 from routed_experts import random_choices
 from sweeps import often
 from test_sampled_holes import all_cuts, check_layout, filled, gradients_of, plain_gradients
-from tiny_models import run_config, save_qwen2, save_qwen3_moe
+from tiny_gpt_oss import save_gpt_oss
+from tiny_models import run_config, save_deepseek_v3, save_gemma2, save_qwen2, save_qwen3_moe
 from tiny_qwen3_5 import save_qwen3_5
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, SCORING
@@ -153,15 +154,29 @@ def gradients_of_rows(on_gpus: bool, cut: MicroBatching, config) -> tuple[torch.
     return scores, torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
+BY_HEADS = {f"{MEGATRON}__override_transformer_config__cp_comm_type": "a2a"}
+STATES = ((1, False, {}), (1, True, {}), (2, False, CP2), (2, False, CP2 | CHOSEN), (2, True, CP2 | BY_HEADS))
+OTHERS = ((1, False, {}), (1, True, {}), (2, False, CP2), (2, True, CP2 | BY_HEADS))
+KINDS = {
+    "states": (save_qwen3_5, {"linear_num_key_heads": 4, "linear_num_value_heads": 8}, STATES),
+    "latent": (save_deepseek_v3, {}, OTHERS),
+    "sinks and windows": (save_gpt_oss, {"sliding_window": 5}, OTHERS),
+    "soft caps and windows": (save_gemma2, {"sliding_window": 5}, OTHERS),
+}
+"""Kind of attention -> how a model is saved, and (ranks, whether as on GPUs, keys)."""
+
+
 @pytest.mark.exhaustive
-def test_layers_with_states(tmp_path) -> None:
-    """Log-probs and gradients of the gated delta rule in a trie within 1e-5 of those of one row after another: on one
-    rank, as on GPUs, and on two. Would not catch an error of rows apart.
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_attention_in_a_trie(kind: str, tmp_path) -> None:
+    """Log-probs and gradients within 1e-5 of those of one row after another: on one rank, as on GPUs, and on two. Would
+    not catch an error of rows apart.
     """
-    path = save_qwen3_5(tmp_path, linear_num_key_heads=4, linear_num_value_heads=8)
+    save, changes, layouts = KINDS[kind]
+    path = save(tmp_path, **changes)
     (expected,) = run_ranks(1, partial(gradients_of_rows, False, MicroBatching(1)), run_config(path, 1, 1))
     tree = MicroBatching(12, 24, as_tree=True)
-    for ranks, on_gpus, keys in ((1, False, {}), (1, True, {}), (2, False, CP2), (2, False, CP2 | CHOSEN)):
+    for ranks, on_gpus, keys in layouts:
         for found in run_ranks(ranks, partial(gradients_of_rows, on_gpus, tree), run_config(path, 1, 1, **keys)):
             for ours, theirs in zip(found, expected, strict=True):
                 assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max()), (ranks, on_gpus, keys)
@@ -174,9 +189,10 @@ def without_slots(make, cuts: dict[str, MicroBatching], config) -> dict[str, dic
         return all_cuts(make, cuts, config)
 
 
-def test_attention_without_slots(model_path: str, plain: tuple) -> None:
-    """On one process, within 1e-5. Would not catch what flash attention on GPUs does otherwise."""
-    check_layout((1, 1, 1), {}, model_path, plain, CUTS, without_slots)
+@pytest.mark.parametrize("layout", often(("one", "CP2 by a2a"), ("one",)))
+def test_attention_without_slots(layout: str, model_path: str, plain: tuple) -> None:
+    """Within 1e-5, on one process and by heads. Would not catch what flash attention on GPUs does otherwise."""
+    check_layout(*LAYOUTS[layout], model_path, plain, CUTS, without_slots)
 
 
 def replayed(anew: bool, config) -> dict[str, torch.Tensor]:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.model import eager_attention
+from megatron_rl.model import block_attention
 from megatron_rl.model.attention import attend, bucketed
+from megatron_rl.model.block_attention import AttentionKind
 from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 from megatron_rl.model.mlp import GeluGate
 from megatron_rl.model.norm import ZeroCentredNorm
@@ -33,11 +34,11 @@ def written_out(query, key, value, soft_cap, window):
 @pytest.mark.parametrize("largest_tile", [40, 1 << 24])
 def test_output_and_gradients(soft_cap, window, largest_tile, monkeypatch):
     """Of grouped heads, in one tile and in many: 1e-5. Would not catch half precision."""
-    monkeypatch.setattr(eager_attention, "LARGEST_TILE", largest_tile)
+    monkeypatch.setattr(block_attention, "LARGEST_TILE", largest_tile)
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(2, 11, heads, 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     upstream = torch.randn(2, 11, 4, 8, generator=generator)
-    ours, expected = attend(*leaves, soft_cap, window), written_out(*leaves, soft_cap, window)
+    ours, expected = attend(*leaves, AttentionKind(soft_cap, window)), written_out(*leaves, soft_cap, window)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     found, wanted = (torch.autograd.grad((out * upstream).sum(), leaves) for out in (ours, expected))
     for one, other in zip(found, wanted, strict=True):
@@ -48,8 +49,8 @@ def test_a_window_that_nothing_is_beyond_is_none():
     """Then the usual kernel does it. Would not catch a window that is one too long."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 6, 2, 8, generator=generator) for _ in range(3))
-    assert torch.equal(attend(q, k, v, None, 6), attend(q, k, v))
-    assert not torch.equal(attend(q, k, v, None, 5), attend(q, k, v))
+    assert torch.equal(attend(q, k, v, AttentionKind(window=6)), attend(q, k, v))
+    assert not torch.equal(attend(q, k, v, AttentionKind(window=5)), attend(q, k, v))
 
 
 def test_windows_of_segments_with_prefixes():
@@ -57,7 +58,7 @@ def test_windows_of_segments_with_prefixes():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, 2, 8, generator=generator) for _ in range(3))
     segments = Segments.of([6, 3], torch.device("cpu"), [(0, 0), (0, 4)])
-    out = bucketed(q, k, v, segments, 1.5, 3)
+    out = bucketed(q, k, v, segments, AttentionKind(1.5, 3))
     second = torch.tensor([0, 1, 2, 3, 6, 7, 8])
     for rows, mine in ((torch.arange(6), slice(0, 6)), (second, slice(4, 7))):
         expected = written_out(*(x[rows][None] for x in (q, k, v)), 1.5, 3)[0]

@@ -60,7 +60,6 @@ SETUP: dict[str, dict[str, object]] = {
 }
 """What a feature needs beside its own key to be on with no complaint but the pair's."""
 BOTH: dict[tuple[str, str], dict[str, object]] = {
-    ("all_to_all", "prefix_tree"): {CP: 2, GPUS: 12, "trainer.device": "cuda"},
     ("rollout_ahead", "own_pool"): {PARTIAL: False},
     ("fp8_rollouts", "importance_weights"): {f"{CORRECTION}.rollout_is": None},
     ("rollout_ahead", "correction"): {f"{CORRECTION}.rollout_is": None},

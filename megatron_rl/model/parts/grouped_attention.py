@@ -10,7 +10,7 @@ from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 LARGEST_TILE = 1 << 24
-"""Products of queries and keys that `model/eager_attention.py` holds at the same time."""
+"""Products of queries and keys that `model/block_attention.py` holds at the same time."""
 BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device. The kernel on CPU accepts multiples of 32."""
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

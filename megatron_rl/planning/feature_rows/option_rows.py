@@ -164,15 +164,6 @@ ROWS = (
         "context parallelism by all-to-all",
         {f"{ROLE}.{WAY}": "a2a"},
         of_roles(WAY, "p2p", equals("a2a")),
-        excludes=(
-            Relation(
-                "prefix_tree",
-                "the kernels of GPUs take the keys of whole rows end to end",
-                when=lambda run: (
-                    not run.on_cpu and any(role.megatron.context_parallel_size > 1 for role in run.megatron_roles)
-                ),
-            ),
-        ),
         in_tasks=True,
     ),
     Feature(
