@@ -20,6 +20,7 @@ from megatron_rl.model.parts import FP32
 from megatron_rl.parallel.sharding import shard_of
 from megatron_rl.planning.delta_memory import indices, sent_last
 from megatron_rl.planning.eight_bit_transition import product_numel
+from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
 from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, merged_bytes
 
@@ -130,13 +131,15 @@ class MemoryOfStage:
             INIT: max(moments, key=lambda moment: sum(moment.values())),
             **self._generation_phases(held),
         }
+        if following := self._following(held):
+            phases[RESHARD] = max(phases.get(RESHARD, {}), following, key=lambda moment: sum(moment.values()))
         for role in self.roles:
             ledger = self.pool.ledger(role)
             if role.score is not None:
                 phases[role.score.phase] = held | ledger.forward(self.pp_rank, ledger.passes(SCORE))
             if role.update is not None:
                 phases[role.update.phase] = held | ledger.update(self.pp_rank, ledger.passes(UPDATE))
-        if any(role.is_trained for role in self.roles):
+        if any(role.is_trained or (role.follows and role.follows.is_kept) for role in self.roles):
             copied = sum(self.pool.ledger(role).checkpoint_copy(self.pp_rank) for role in self.roles)
             on_cpu = self.config.trainer.device == "cpu"
             extra = {"checkpoint copy": copied} if on_cpu else self._kept_by_passes()
@@ -184,6 +187,16 @@ class MemoryOfStage:
             finding = indices(self.models, held.get(SENT_LAST, 0), bucket)
             return {RESHARD: held | merged | {"exchange scratch": bucket} | finding | self._kept_by_passes()}
         return self._in_place(held) if self.generates else {}
+
+    def _following(self, held: Held) -> Held:
+        """Return the largest moment of transfers to roles of other pools, on either side; {}: this pool has none."""
+        transfers, bucket = follower_transfers(self.models), bucket_bytes(self.config)
+        arriving = [each.arriving_bytes(self.pp_rank) for each in transfers if each.role in self.roles]
+        if arriving:
+            return held | {"arriving weights": max(arriving), "exchange scratch": min(bucket, max(arriving))}
+        if not transfers or self.pool is not self.models.training:
+            return {}
+        return held | {"exchange scratch": min(bucket, held["actor parameters"])} | self._kept_by_passes()
 
     def _in_place(self, held: Held) -> dict[str, Held]:
         """Return both phases of a rollout in the actor's memory.

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.observe.program import next_command
 from megatron_rl.planning.batch_arithmetic import batch_table, task_table
+from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.memory_report import MemoryReport
 from megatron_rl.planning.plan_tables import amount, pool_row, usable_amount
 from megatron_rl.planning.run_models import RunModels
@@ -38,6 +39,7 @@ def screen_rows(plan: RunPlan | TaskPlan) -> list[Row]:
     rows += _pool_rows(plan.models)
     table = task_table(plan.config) if isinstance(plan, TaskPlan) else batch_table(plan.config)
     rows += [row for row in table if row[0] in OF_BATCH]
+    rows += _follower_rows(plan.models)
     return rows if isinstance(plan, TaskPlan) else [*rows, *_generation_rows(plan)]
 
 
@@ -85,6 +87,15 @@ def _generation_rows(plan: RunPlan) -> list[Row]:
     rows: list[Row] = [("KV cache", amount(memory.kv_bytes), f"{cache}; at most {amount(memory.room_kv_bytes)} fit")]
     if not plan.config.trainer.val_only:
         rows.append(("weight transfer", amount(moved), "a step, to a rank that generates"))
+    return rows
+
+
+def _follower_rows(models: RunModels) -> list[Row]:
+    rows: list[Row] = []
+    for transfer in follower_transfers(models):
+        when = "a step" if transfer.follows.every == 1 else f"every {transfer.follows.every} steps"
+        note = f"{when}, to a rank of {transfer.role.pool}"
+        rows.append((f"weights for {transfer.role.name}", amount(max(transfer.received)), note))
     return rows
 
 

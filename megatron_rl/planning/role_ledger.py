@@ -216,7 +216,11 @@ class RoleLedger:
         tensors: all weights, and, of several segments, moments and what a reference has that follows. An asynchronous
         save copies those of one segment as well.
         """
-        if self.config.trainer.device != "cpu" or not self.role.is_trained:
+        if self.config.trainer.device != "cpu":
+            return 0
+        if self.role.follows is not None and self.role.follows.is_kept:
+            return (self.weights if self.adapters else self.base).num_params(pp_rank) * self.element
+        if not self.role.is_trained:
             return 0
         copied, is_async, specs = 0, self.role.settings.checkpoint.async_save, self.weights.params.specs
         masters = FP32 if is_async and self.element != FP32 else 0

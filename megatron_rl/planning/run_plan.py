@@ -18,6 +18,7 @@ from megatron_rl.planning.delta_notes import delta_notes
 from megatron_rl.planning.file_rules import train_rows
 from megatron_rl.planning.fitting_changes import FittingChanges, changes_as_json, misfit_notes
 from megatron_rl.planning.folder_files import end_token_notes, lacking_files
+from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.lora_rules import lora_notes
 from megatron_rl.planning.memory_report import (
@@ -162,7 +163,13 @@ class RunPlan:
                 "mean_response_length": self.mean_lengths[1],
             },
             "lacking_files": self.lacking,
-        } | ({} if self.ahead is None else {"ahead": self.ahead.as_json()})
+        } | self._further()
+
+    def _further(self) -> dict[str, Any]:
+        """Return the parts that only some runs have."""
+        ahead = {} if self.ahead is None else {"ahead": self.ahead.as_json()}
+        followers = [transfer.as_json() for transfer in follower_transfers(self.models)]
+        return ahead | ({"followers": followers} if followers else {})
 
     # As tables
 

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.context_packs import needed_size
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.critical_path import Task, Timeline, simulate_tasks
+from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import Hardware, Overheads
 from megatron_rl.planning.memory import GEN, RESHARD, phase_order
 from megatron_rl.planning.run_models import PoolModels, RunModels, host_copy_bytes
@@ -123,6 +124,9 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
         pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
+    for transfer in follower_transfers(models):
+        seconds[RESHARD] += transfer.seconds(hardware)
+        pools[RESHARD] = tuple(dict.fromkeys((*pools[RESHARD], transfer.role.pool)))
     order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
     for phase, num_calls in calls(models, load).items():
         if phase in seconds:

@@ -14,9 +14,10 @@ from megatron_rl.observe.summary import layout_table
 from megatron_rl.planning.batch_arithmetic import task_table
 from megatron_rl.planning.fitting_changes import FittingChanges, changes_as_json, misfit_notes
 from megatron_rl.planning.folder_files import end_token_notes
+from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.lora_rules import lora_notes
-from megatron_rl.planning.memory import phase_order, plan_pools
+from megatron_rl.planning.memory import RESHARD, phase_order, plan_pools
 from megatron_rl.planning.memory_report import MemoryReport
 from megatron_rl.planning.plan_tables import (
     groups_table,
@@ -66,6 +67,9 @@ def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: L
             num_passes = 2 if role.update is None and has_baseline else 1
             seconds[role.score.phase] = num_passes * (estimator.forward(asked) + call)
         pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
+    for transfer in follower_transfers(models):
+        seconds[RESHARD] = seconds.get(RESHARD, 0.0) + transfer.seconds(hardware)
+        pools[RESHARD] = (models.training.spec.name, transfer.role.pool)
     order = [phase for phase in phase_order(models.placement.megatron_roles) if phase in seconds]
     return StepTime(
         {phase: seconds[phase] for phase in order},

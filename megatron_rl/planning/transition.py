@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, tensors_of
+from megatron_rl.model.families import CORRECTION, VOCAB_PADDING, ParamSpec, tensors_of
+from megatron_rl.model.parts import FP32
 from megatron_rl.parallel.sharding import box_numel, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.hardware import Hardware
@@ -67,19 +69,23 @@ class TransitionPlan:
 
     @classmethod
     def _between_pools(cls, models: RunModels, weights: TrainedWeights) -> TransitionPlan:
-        """Count everything as network traffic: pools are assumed to have their own machines."""
+        """Count everything as network traffic: pools are assumed to have their own machines. With the weights come the
+        biases of experts, if they move.
+        """
         tensors, rollout = tensors_of(weights.params.specs).values(), models.rollout
-        received = []
+        received, biases = [], bias_bytes(models)
         for rank in rollout.tp_groups()[0]:
             shards = [shard_of(tensor, rollout.place(rank, VOCAB_PADDING)) for tensor in tensors]
-            received.append(sum(box_numel(part.box) for shard in shards for part in shard.parts) * models.element)
+            numel = sum(box_numel(part.box) for shard in shards for part in shard.parts)
+            received.append(numel * models.element + biases)
         model_bytes = numel_of(weights.params.specs) * models.element
+        first, *others = sent_bytes(models, weights)
         return cls(
             tuple(received),
             (0,) * len(received),
-            model_bytes,
-            model_bytes / rollout.tp_size,
-            tuple(sent_bytes(models, weights)),
+            model_bytes + biases,
+            model_bytes / rollout.tp_size + biases,
+            (first + biases, *others),
         )
 
     def plus(self, other: TransitionPlan) -> TransitionPlan:
@@ -119,6 +125,14 @@ class TransitionPlan:
         )
         sent = max(self.sent or (0,)) / hardware.network_bandwidth
         return max(received, sent) / LINK_EFFICIENCY + hardware.overheads.transition
+
+
+def bias_bytes(models: RunModels) -> int:
+    """Return the bytes of the biases of experts that a transfer between pools brings, once updates move them."""
+    if not models.actor_role.megatron.override_transformer_config.bias_update_rate:
+        return 0
+    constants = models.actor.constants.items()
+    return FP32 * sum(math.prod(bias.shape) for name, bias in constants if name.endswith(CORRECTION))
 
 
 def numel_of(specs: Mapping[str, ParamSpec]) -> int:

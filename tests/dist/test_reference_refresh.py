@@ -24,6 +24,8 @@ from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.columns import SCORING
 from megatron_rl.config.schema import PoolConfig
 from megatron_rl.config.tasks import DPO
+from megatron_rl.planning.follower_transfers import follower_transfers
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import answer_rows
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -126,12 +128,10 @@ def test_biases_of_experts_follow(layout, keys, tmp_path: Path) -> None:
     """By the share of each refresh, from the folder's on; another layout resumes with just those, and with the
     policy's. Would not catch a refresh that a run forgets.
     """
-    path, saved, group = save_glm4_moe(tmp_path), tmp_path / "saved", "actor_rollout_ref__actor__megatron__"
-    group += "override_transformer_config__moe_router_"
-    moving = {f"{group}enable_expert_bias": True, f"{group}bias_update_rate": 0.25}
+    path, saved = save_glm4_moe(tmp_path), tmp_path / "saved"
     world_size, *cut = layout
-    whole = run_ranks(world_size, refreshed, config_of(path, *cut, **moving, **keys), 2, None, saved)
-    (again,) = run_ranks(1, refreshed, config_of(path, 1, 1, **moving), 0, saved)
+    whole = run_ranks(world_size, refreshed, config_of(path, *cut, **MOVING, **keys), 2, None, saved)
+    (again,) = run_ranks(1, refreshed, config_of(path, 1, 1, **MOVING), 0, saved)
     first, *later = whole[0]["biases"]
     assert first["reference"] and any(
         not torch.equal(later[-1]["policy"][name], first["policy"][name]) for name in first["policy"]
@@ -216,11 +216,19 @@ def apart(config, num_training: int, num_refreshes: int, source: Path | None = N
         biases.append(bias and bias.whole())
     if target is not None:
         assert start_saving(worker, target).finish(wait=True)
-    return {"found": found, "biases": biases, "reports": reports, "numel": sum(map(torch.numel, parameters.values()))}
+    return {"found": found, "biases": biases, "reports": reports}
 
 
+GROUP = "actor_rollout_ref__actor__megatron__override_transformer_config__moe_router_"
+MOVING = {f"{GROUP}enable_expert_bias": True, f"{GROUP}bias_update_rate": 0.25}
 LAYOUTS = {
     "EP2 to PP2": (2, (2, 1, 1), {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1}, EP2),
+    "PP2 to EP2, with biases": (
+        2,
+        (2, 1, 2),
+        {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 2},
+        MOVING,
+    ),
     "DP2xEP2-bf16 to TP2": (
         2,
         (2, 1, 1),
@@ -234,43 +242,53 @@ LAYOUTS = {
         SPLIT,
     ),
 }
+"""Ranks of the reference's pool, the actor's ranks, TP and PP, keys of the reference's layout, keys of all."""
 
 
 @pytest.mark.parametrize(
-    "layout", ["EP2 to PP2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in [*LAYOUTS][1:])]
+    "layout",
+    [
+        name if name == "PP2 to EP2, with biases" else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in LAYOUTS
+    ],
 )
 def test_a_reference_in_another_pool_follows(layout: str, tmp_path: Path) -> None:
-    """Two refreshes between two layouts: every element is the mixture, a byte more than the shard never arrives, and
+    """Two refreshes between two layouts: every element and bias is the mixture, the bytes are those of the plan, and
     one process, and both pools again, resume with just that. Experts, and a tied head.
 
     Would not catch a driver that calls at another step; tests/e2e/test_actor_only.py does.
     """
     num_ranks, (world_size, *cut), following, keys = LAYOUTS[layout]
-    path, saved = save_qwen3_moe(tmp_path, tie_word_embeddings=True), tmp_path / "saved"
+    has_biases, saved = MOVING.items() <= keys.items(), tmp_path / "saved"
+    path = save_glm4_moe(tmp_path) if has_biases else save_qwen3_moe(tmp_path, tie_word_embeddings=True)
     config = apart_config(path, num_ranks, *cut, following, **keys)
     ranks = run_ranks(world_size + num_ranks, apart, config, world_size, 2, None, saved)
     training, reference = ranks[:world_size], ranks[world_size:]
-    moved = [
+    policy, follows = (
         [whole_weights([rank["found"][number] for rank in pool], "actor", path) for number in range(3)]
         for pool in (training, reference)
-    ]
-    policy, follows = moved
+    )
     for number in (1, 2):
         for name, tensor in follows[number].items():
             assert torch.equal(tensor, follows[number - 1][name].lerp(policy[number][name], 0.25)), name
-    for rank in reference:
-        for report in rank["reports"]:
-            assert report.bytes_received == report.lower_bound_bytes
-    itemsize = 2 if keys.items() >= BF16.items() else 4
-    assert min(rank["reports"][0].bytes_received for rank in reference) > 0
-    assert all(rank["reports"][0].bytes_received <= itemsize * rank["numel"] for rank in reference)
-    assert sum(rank["reports"][0].bytes_sent for rank in training) == training[0]["reports"][0].model_bytes
-    dtype = {key: value for key, value in keys.items() if key in BF16}
-    alone = run_ranks(1, refreshed, config_of(path, 1, 1, **dtype), 0, saved)
+        for name, bias in (reference[0]["biases"][number] or {}).items():
+            before, leader = reference[0]["biases"][number - 1][name], training[0]["biases"][number][name]
+            assert torch.equal(bias, before.lerp(leader, 0.25)) and not torch.equal(bias, before)
+    (transfer,) = follower_transfers(RunModels(config))
+    for number in range(2):
+        reports = [rank["reports"][number] for rank in reference]
+        assert [report.bytes_received for report in reports] == list(transfer.received)
+        assert all(report.bytes_received == report.lower_bound_bytes for report in reports)
+        assert sum(rank["reports"][number].bytes_sent for rank in training) == transfer.model_bytes
+    like = {key: value for key, value in keys.items() if key in BF16 | MOVING}
+    alone = run_ranks(1, refreshed, config_of(path, 1, 1, **like), 0, saved)
     again = run_ranks(world_size + num_ranks, apart, config, world_size, 0, saved)
     resumed = [rank["found"][0] for rank in again[world_size:]]
     for found in (whole_weights(alone, "actor", path), whole_weights(resumed, "actor", path)):
         assert all(torch.equal(found[name], follows[2][name]) for name in follows[2])
+    for name, bias in (reference[0]["biases"][2] or {}).items():
+        assert torch.equal(again[-1]["biases"][0][name], bias)
+        assert torch.equal(alone[0]["biases"][0]["reference"][name], bias)
 
 
 def followed_by_adapters(config, source: Path | None = None, target: Path | None = None) -> dict:

@@ -27,6 +27,9 @@ from tiny_models import random_batch, run_config, save_glm4_moe, save_llama, sav
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe
 
 from megatron_rl.columns import ACTOR_UPDATE
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.transition import TransitionPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -196,8 +199,8 @@ def one_rank(config, num_train: int, num_rollout: int, exported: Path, meeting: 
     return train_and_send(config, exported, meeting, flips)
 
 
-def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, list[dict], list[dict]]:
-    """The model's folder, and what the ranks of training and of the rollout say."""
+def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[RunConfig, list[dict], list[dict]]:
+    """The configuration, and what the ranks of training and of the rollout say."""
     path = placed.save(folder / "model")
     num_rollout = placed.tp * placed.replicas
     keys = {f"{MEGATRON}{key}": value for key, value in placed.more.items()}
@@ -211,7 +214,7 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, 
         one_rank,
         *(config, placed.num_train, num_rollout, folder / "exported", folder / "meeting", flips),
     )
-    return path, found[: placed.num_train], found[placed.num_train :]
+    return config, found[: placed.num_train], found[placed.num_train :]
 
 
 @pytest.mark.parametrize(
@@ -223,12 +226,13 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, 
     ],
 )
 def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, tmp_path: Path) -> None:
-    """Bytes at their bounds, and transformers' greedy tokens before and after an update, on every replica, with its
-    log-probs within 5e-5.
+    """Bytes at their bounds and as planned, and transformers' greedy tokens before and after an update, on every
+    replica, with its log-probs within 5e-5.
 
     Would not catch a wrong weight that changes no greedy token; the checksums, which are on, would.
     """
-    path, training, rollout = run_placed(placed, tmp_path)
+    config, training, rollout = run_placed(placed, tmp_path)
+    path, plan = config.actor_rollout_ref.model.path, TransitionPlan.of(RunModels(config))
     for number, folder in enumerate((path, str(tmp_path / "exported"))):
         expected = hugging_face_greedy(folder)
         log_probs = hugging_face_log_probs(folder, expected)
@@ -240,6 +244,8 @@ def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, t
         assert sum(report.bytes_sent for report in sent) == sent[0].leaving_bytes == 4 * (num_params(path) + beside)
         assert [report.bytes_received for report in received] == [report.lower_bound_bytes for report in received]
         assert min(report.bytes_received for report in received) > 0 and sent[0].version == number
+    assert [report.bytes_received for report in received] == list(plan.network) * placed.replicas
+    assert sum(plan.sent) == sent[0].leaving_bytes
     assert all(rank["memory"]["KV cache"] == 0 for rank in rollout)
     trained = load_file(tmp_path / "exported" / "model.safetensors")
     for rank in rollout:

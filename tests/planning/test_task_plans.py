@@ -14,8 +14,10 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.errors import ConfigError
+from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.plan_screen import screen_rows
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_load import RL_SHARE
@@ -185,3 +187,23 @@ def test_tokens_of_a_pass_hold_the_longest_row(config) -> None:
     dynamic = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000")
     problems = preflight(config("sft", *dynamic), config_only=True)
     assert any(problem.nearest.get(f"{ACTOR}.ppo_max_token_len_per_gpu") == 2048 for problem in problems)
+
+
+def test_a_reference_that_follows_in_another_pool(config) -> None:
+    """TP8 x PP4 to TP8 on 64 ranks: each receives an eighth of 141.1 GB, for which it has memory meanwhile, and each of
+    the actor's a message's. An 8th over 50 GB/s at 0.7, once in 512 steps. Would not catch bytes that are sent twice;
+    tests/dist count them."""
+    pool = ("pools.other.n_gpus_per_node=8", "pools.other.nnodes=8", "actor_rollout_ref.ref.pool=other")
+    layout = "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=1"
+    found = config("dpo", SYNC, "dpo.reference=on_the_fly", *pool, layout)
+    assert preflight(found, config_only=True) == []
+    plan = TaskPlan.of(found, load_hardware("h100"))
+    (transfer,) = follower_transfers(plan.models)
+    (stage,) = plan_stages(plan.models, "other")
+    share = 141_107_412_992 / 8
+    assert len(transfer.received) == 64 and max(transfer.received) == pytest.approx(share, rel=1e-3)
+    assert stage.phases["reshard"]["arriving weights"] == pytest.approx(share, rel=1e-3)
+    scratch = found.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+    assert plan_stages(plan.models)[0].phases["reshard"]["exchange scratch"] == scratch
+    assert plan.time.seconds["reshard"] == pytest.approx(share / 50e9 / 0.7 / 512, rel=0.1)
+    assert ("weights for reference", "17.64 GB", "every 512 steps, to a rank of other") in screen_rows(plan)
