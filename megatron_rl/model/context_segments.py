@@ -47,8 +47,8 @@ P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
 class ContextSegments(Segments):
     """The segments that Megatron passes to every layer if sequences are split over context-parallel ranks.
 
-    lengths: of all segments, row after row; padded rows are segments of one length. positions: int64 [S / C], of the
-    columns of a row that this rank reads. Megatron's own `cp_group` stays unset; with it Megatron would split the
+    lengths: those of all segments, row after row; padded rows are segments of one length. positions: int64 [S / C], of
+    the columns of a row that this rank reads. Megatron's own `cp_group` stays unset; with it Megatron would split the
     rotary angles.
 
     made, made_reads: results of `blocks` and `read`, once they were asked for. For heads: the tensors of `Segments`, of
@@ -75,8 +75,8 @@ class ContextSegments(Segments):
         how: str | None = None,
         with_slots: bool = True,
     ) -> ContextSegments:
-        """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank, on the
-        device that tensors are wanted on. size: C. group: the group of attention. how: one of `cp_comm_type`, which
+        """lengths: those of one row's segments, each a multiple of 2 * C. columns: `zigzag_columns` of this rank, on
+        the device that tensors are wanted on. size: C. group: the group of attention. how: one of `cp_comm_type`, which
         alone can be computed; None: all. with_slots: see `Segments.on_host`.
         """
         positions = places_in_rows(torch.tensor(lengths))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.model.families import HEAD, Model
@@ -51,6 +52,19 @@ def pipeline_seconds(total: float, slowest: float, num_micro_batches: int, vpp_s
     return num_micro_batches * slowest + (total - slowest) / vpp_size
 
 
+def share_read(length: int, size: int, window: int) -> float:
+    """Return the share of other context-parallel ranks' tokens of a sequence that a rank reads with a window, on the
+    average of ranks.
+    """
+    long, num_read = max(1, length // (2 * size)), 0
+    for rank, chunk in product(range(size), range(2 * size)):
+        mine = rank, 2 * size - 1 - rank  # as in `parallel/zigzag.py`
+        if chunk < mine[1] and chunk != mine[0]:
+            between = (mine[0] if chunk < mine[0] else mine[1]) - chunk - 1
+            num_read += min(long, max(0, window - 1 - between * long))
+    return num_read / (2 * size * long * (size - 1))
+
+
 @dataclass(frozen=True)
 class ModelCost:
     """The sizes of a model that decide the cost of a pass.
@@ -59,7 +73,8 @@ class ModelCost:
     vocabulary head's, on the last stage; 0: counted as spread evenly. kv_ranks: the most TP ranks of generation that
     share the cache: more repeat it; None: any number do. experts_share: share of `num_params` in experts,
     of which a token uses experts_per_token / num_experts. adapter_params: of A and B, which are trained in place of the
-    others; 0: all are trained. active_adapter_params: of these, those that a token passes.
+    others; 0: all are trained. active_adapter_params: of these, those that a token passes. windows:
+    (positions that a token sees, its own included, number of layers) of layers with a window.
     """
 
     num_params: int
@@ -75,6 +90,7 @@ class ModelCost:
     kv_ranks: int | None = None
     adapter_params: int = 0
     active_adapter_params: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, model: Model, lora: LoraConfig | None = None) -> ModelCost:
@@ -83,6 +99,7 @@ class ModelCost:
         lora: its adapters; None: none.
         """
         shape = model.shape
+        near = ((layer.attention.num_seen, number) for layer, number in model.kinds.items())
         embedding = 0 if is_tied(model.specs) else model.specs[EMBEDDING].tensor.numel
         return cls(
             num_params=model.num_params,
@@ -98,6 +115,7 @@ class ModelCost:
             kv_ranks=model.cached_elements(1) // model.cached_elements(1 << 20),
             adapter_params=num_adapter_params(model, lora),
             active_adapter_params=num_adapter_params(model, lora, active=True),
+            windows=tuple((seen, number) for seen, number in near if seen is not None),
         )
 
     @property
@@ -121,8 +139,14 @@ class ModelCost:
         return 1 if self.adapter_params and passes > 1 else 0
 
     def attention_flops(self, length: float) -> float:
-        """Return the FLOPs of causal attention alone."""
-        return 2 * self.num_layers * self.q_size * length
+        """Return the FLOPs of causal attention alone, of layers with a window within it."""
+        unseen = sum(number * max(0.0, length - window) ** 2 / max(length, 1.0) for window, number in self.windows)
+        return 2 * self.q_size * (self.num_layers * length - unseen)
+
+    def share_read(self, length: float, cp_size: int) -> float:
+        """Return the share of other context-parallel ranks' keys that a rank's queries see, on average over layers."""
+        unseen = sum(number * (1 - share_read(int(length), cp_size, window)) for window, number in self.windows)
+        return 1 - unseen / self.num_layers
 
     def read_bytes(self, num_tokens: float) -> float:
         """Return the bytes of weights that a step of `num_tokens` reads: of the experts those that any token is routed
@@ -249,7 +273,7 @@ class Estimator:
         layer -= (passes - products) * tokens * 2 * (model.matrix_params - model.head_params)
         layer = layer / model.num_layers / (layout.tp * rate)
         layer += all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
-        layer += self._experts(tokens, products, rate) + self._key_exchange(tokens, passes)
+        layer += self._experts(tokens, products, rate) + self._key_exchange(tokens, passes, length)
         layers = layout.stage_layers or (model.num_layers / layout.pp,) * layout.pp
         read = products * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
         launch = passes * gpu.overheads.launch * self._launches * model.num_layers / layout.pp
@@ -332,10 +356,11 @@ class Estimator:
         sent = 2 * rows * (layout.ep - 1) / layout.ep / self._bandwidth(layout.expert_ranks > layout.gpus_per_node)
         return (dense + moved) / gpu.expert_share + sent - dense
 
-    def _key_exchange(self, tokens: float, passes: float) -> float:
+    def _key_exchange(self, tokens: float, passes: float, length: float) -> float:
         """Return the seconds of one layer's context-parallel traffic, assumed not to be hidden behind computation.
 
-        Forward sends keys and values to every other rank; backward sends them again, and float32 gradients back.
+        Forward sends keys and values to every other rank, with p2p and a window those that it reads; backward sends
+        them again, and float32 gradients back. length: tokens of a sequence.
         """
         layout, model = self.layout, self.model
         if layout.cp == 1:
@@ -347,6 +372,7 @@ class Estimator:
             sent *= passes if passes == 1 else passes - 1
         else:
             sent = pair * (layout.cp - 1) * (passes if passes == 1 else passes + 1)
+            sent *= model.share_read(length, layout.cp) if layout.cp_comm_type == "p2p" else 1.0
         return tokens * sent / self._bandwidth(layout.tp * layout.cp > layout.gpus_per_node)
 
     def _optimizer_step(self, load: Load) -> Busy:

@@ -15,6 +15,7 @@ from megatron_rl.model.joined_attention import Merged
 from megatron_rl.model.rectangles import Rectangle, levels_of, part_of
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import chunk_ranges, zigzag_columns
+from megatron_rl.planning.time import share_read
 
 CPU = torch.device("cpu")
 
@@ -102,6 +103,7 @@ def test_ranks_see_every_token_of_a_segment_once(lengths, size, window):
     columns = [zigzag_columns(lengths, size, rank).tolist() for rank in range(size)]
     segments = ContextSegments(lengths=lengths, size=size)
     found = [[] for _ in range(sum(lengths))]
+    num_read = 0
     for rank, source in product(range(size), repeat=2):
         rectangles = segments.rectangles(rank, source, window)
         keys = set()
@@ -109,8 +111,12 @@ def test_ranks_see_every_token_of_a_segment_once(lengths, size, window):
             found[columns[rank][query]] += [columns[source][key] for key in seen]
             keys |= {*seen}
         assert segments.read(rank, source, CPU, window).tolist() == sorted(keys)
+        num_read += len(keys) * (rank != source)
         if window is not None:
             assert_nothing_lies_outside(rectangles, window)
+    if window is not None:
+        planned = sum(length * (size - 1) * share_read(length, size, window) for length in lengths)
+        assert planned == pytest.approx(num_read)
     starts = [start for start, length in zip(accumulate((0, *lengths)), lengths, strict=False) for _ in range(length)]
     wanted = [[*range(max(start, query - (window or query + 1) + 1), query + 1)] for query, start in enumerate(starts)]
     assert [sorted(seen) for seen in found] == wanted

@@ -125,18 +125,24 @@ def test_seconds_of_the_exchange():
     """
     hardware = load_hardware("h100")
     model = ModelCost(10**6, 10**6, 1, 256, q_size=256, kv_bytes_per_token=512)
+    near = replace(model, windows=((5, 1),))
     load = Load(8, 64, 64, 128, 8, 1024)
 
-    def seconds(way: str, cp: int, passes: float) -> float:
+    def seconds(way: str, cp: int, passes: float, model: ModelCost = model) -> float:
         layout = Layout(cp, 8, cp=cp, cp_comm_type=way)
         estimator = Estimator(model, layout, hardware)
-        return estimator._key_exchange(load.num_tokens / cp, passes) * estimator._bandwidth(False)
+        return estimator._key_exchange(load.num_tokens / cp, passes, 64) * estimator._bandwidth(False)
 
     tokens = load.num_tokens
     assert seconds("p2p", 1, 3) == 0.0
     assert seconds("p2p", 4, 1) == pytest.approx(tokens / 4 * 3 * 512)  # three others' keys and values
     assert seconds("all_gather", 2, 3) == pytest.approx(tokens / 2 * 512 * 4)  # once forward; once more, and float32
     assert seconds("a2a", 2, 1) == pytest.approx(tokens / 2 * (512 + 2 * 512) / 2)
+    # With a window of 5 a chunk reads 4 keys of the one before: 6 of 7 such pairs are of two ranks, each of 16 tokens.
+    assert seconds("p2p", 4, 1, near) == pytest.approx(tokens / 4 * 512 * (6 * 4) / (4 * 16))
+    # In 10 tokens half of the queries see 5 keys; without a window these see 2.5 more on average, a quarter of all.
+    assert near.attention_flops(10) == 0.75 * model.attention_flops(10)
+    assert seconds("all_gather", 4, 1, near) == seconds("all_gather", 4, 1)
     assert seconds("a2a", 2, 3) == 2 * seconds("a2a", 2, 1)
 
 

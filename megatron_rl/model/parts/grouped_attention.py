@@ -133,6 +133,10 @@ class GroupedAttention(AttentionPart):
     def query_columns(self) -> int:
         return self.num_heads * self.head_size
 
+    @property
+    def num_seen(self) -> int | None:
+        return self.window
+
     def _kv_heads(self, tp_size: int) -> int:
         """Heads on one rank: those of few heads are repeated."""
         return max(1, self.num_kv_heads // tp_size)

@@ -123,6 +123,11 @@ class AttentionPart(LayerPart):
     def query_columns(self) -> int:
         """Columns of all heads' queries. One token's products with L keys take 2 * L * query_columns FLOPs forward."""
 
+    @property
+    def num_seen(self) -> int | None:
+        """Positions that a token sees, its own included; None: all before it."""
+        return None
+
     @abstractmethod
     def cached_elements(self, tp_size: int) -> int:
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
