@@ -76,9 +76,13 @@ class StagePlan:
         total, num_chunks = self.num_layers + len(counted), self.pp_size * self.vpp_size
         if self.pp_size == 1:
             raise ValueError(f"{what} need pp({self.pp_size}) > 1")
-        if total % num_chunks or total < 2 * num_chunks:
-            rule = f"num_hidden_layers({self.num_layers}) + {len(counted)}, which is at least 2 for each chunk"
-            raise ValueError(f"{what}: {sizes} must divide {rule}")
+        counts = f"num_hidden_layers({self.num_layers}) + {len(counted)}"
+        if total % num_chunks:
+            raise ValueError(f"{what}: {sizes} must divide {counts}")
+        if total < 2 * num_chunks:  # a chunk could have a counted part and no layer
+            raise ValueError(
+                f"{what}: {counts} must be at least 2 for each chunk, and {sizes} makes {num_chunks} chunks"
+            )
 
     def layers(self, pp_rank: int) -> list[range]:
         """Layer numbers of each chunk of a stage, counted over the whole model."""

@@ -99,10 +99,13 @@ def test_every_layer_is_held_once(plan):
         ({"num_layers": 4, "pp_size": 2, "first": 0}, r"first\(0\)"),
         (
             {"num_layers": 6, "pp_size": 2, "counts_loss": True},
-            r"^loss counted as layers: pp\(2\) must divide num_hidden_layers\(6\) \+ 1, which is at least 2 for each",
+            r"^loss counted as layers: pp\(2\) must divide num_hidden_layers\(6\) \+ 1$",
         ),
         ({"num_layers": 3, "pp_size": 1, "counts_embedding": True}, r"^embedding counted as layers need pp\(1\) > 1$"),
-        ({"num_layers": 2, "pp_size": 2, "vpp_size": 2, "counts_embedding": True, "counts_loss": True}, "at least 2"),
+        (
+            {"num_layers": 2, "pp_size": 2, "vpp_size": 2, "counts_embedding": True, "counts_loss": True},
+            r"num_hidden_layers\(2\) \+ 2 must be at least 2 for each chunk, and pp\(2\) \* vpp\(2\) makes 4 chunks$",
+        ),
         ({"num_layers": 7, "pp_size": 2, "first": 3, "counts_loss": True}, r"need first\(3\) and last\(None\)"),
     ],
 )
