@@ -102,7 +102,7 @@ def in_one_copy(parts: Sequence[Mapping[str, torch.Tensor]], device: torch.devic
     flat = [tensor for part in parts for tensor in part.values()]
     ends = list(accumulate(-(-tensor.nbytes // LARGEST_ELEMENT) * LARGEST_ELEMENT for tensor in flat))
     buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(flat)]
     for tensor, start in zip(flat, starts, strict=True):
         _view_of(buffer, start, tensor).copy_(tensor)
     there = buffer.to(device, non_blocking=True)
