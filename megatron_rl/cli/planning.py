@@ -97,8 +97,7 @@ def plan_command(
     run_config, violations = run.config, run.violations
     plan: RunPlan | TaskPlan | None = None
     if isinstance(run_config, TaskConfig) and gpu is not None and not violations:
-        lengths = [length for length in (prompt_length, response_length) if length is not None]
-        plan = TaskPlan.of(run_config, gpu, sum(lengths) or None)
+        plan = TaskPlan.of(run_config, gpu, sum(length or 0 for length in (prompt_length, response_length)) or None)
     elif run_config is not None and gpu is not None and not violations:
         with without_collections():  # an exchange plan is up to a million objects, and all of them stay
             run_config = with_kv_cache(run_config, gpu)

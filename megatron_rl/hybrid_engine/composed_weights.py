@@ -1,9 +1,14 @@
-"""A rollout shard that several exchanges bring, each of its own tensors."""
+"""A rollout shard as a list of parts: each has its own tensors, exchange, byte bound and verifier.
+
+A part's exchange reads training's memory, or memory of this rank's own in which something is made of training's weights
+before the exchange: weights with adapters merged in, codes and scales.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,15 +16,34 @@ from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
 from megatron_rl.hybrid_engine.plan import ON_HOST
 
 
+class OwnMemory(Protocol):
+    """What a rank makes of its training shards, in memory that can be released. label: its name in the memory plan."""
+
+    label: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated now."""
+
+    def renew(self) -> None:
+        """Make it of the current weights."""
+
+    def release(self) -> None:
+        """Release the memory; the addresses stay."""
+
+
 @dataclass
 class ComposedPart:
     """One exchange of several. stays: what it brought stays on the device, and moves once. from_host: it moves once,
     too, and comes from `copy` in host memory for every later generation. Otherwise it moves for every generation.
+
+    is_adapters: its tensors are adapters, which generation applies to those of the other parts.
     """
 
     exchange: AllGatherPPModel
     stays: bool = False
     from_host: bool = False
+    is_adapters: bool = False
     copy: torch.Tensor | None = None
     is_here: bool = False
     is_verified: bool = False
@@ -31,17 +55,29 @@ class ComposedWeights:
     tensors: of all of them, by name. lower_bound: the least that the last gather could bring.
     """
 
-    def __init__(self, parts: Sequence[ComposedPart]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[ComposedPart], made: Sequence[OwnMemory] = ()) -> None:
+        """made: what the exchanges read in addition to training's memory."""
+        self.parts, self.made = parts, made
         self.lower_bound = Bytes(0, 0)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The rollout shard of every tensor, by name."""
-        return {name: tensor for part in self.parts for name, tensor in part.exchange.tensors.items()}
+        """The rollout shard of every tensor of the model, by name."""
+        return self._tensors(adapters=False)
+
+    @property
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """The rollout shard of every adapter, by name; {} if generation reads none."""
+        return self._tensors(adapters=True)
+
+    def _tensors(self, *, adapters: bool) -> dict[str, torch.Tensor]:
+        asked = [part.exchange.tensors for part in self.parts if part.is_adapters == adapters]
+        return {name: tensor for tensors in asked for name, tensor in tensors.items()}
 
     def gather(self) -> Bytes:
-        """Bring what is not here; returns what was received from other ranks."""
+        """Make what is this rank's own, and bring what is not here; returns what was received from other ranks."""
+        for own in self.made:
+            own.renew()
         for part in self.parts:
             if part.copy is not None:
                 part.exchange.take_from(part.copy)
@@ -79,10 +115,13 @@ class ComposedWeights:
         named = {name: sum(each[name] for each in held) for name in held[0]}
         kept = [part for part in self.parts if part.from_host and not part.exchange.foreign.data.is_cuda]
         copies = sum(part.copy.nbytes for part in kept if part.copy is not None)
+        named |= {own.label: own.num_bytes for own in self.made}
         return named | ({ON_HOST: copies} if kept else {})
 
     def release(self) -> None:
-        """Release what was brought and does not stay."""
+        """Release what was made, and what was brought and does not stay."""
+        for own in self.made:
+            own.release()
         for part in self.parts:
             if not part.stays:
                 part.exchange.release()

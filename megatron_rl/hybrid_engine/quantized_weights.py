@@ -7,15 +7,15 @@ trained. All of them exist during generation alone, each time at the same addres
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
+from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
 from megatron_rl.hybrid_engine.block_codes import CODE, E4M3, SCALE, quantize
-from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
+from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights, OwnMemory
 from megatron_rl.hybrid_engine.eight_bit_members import own_numel
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member
@@ -28,12 +28,11 @@ OWN_CODES_POOL, OWN_SCALES_POOL = "megatron_rl own codes", "megatron_rl own scal
 
 
 class QuantizedWeight(NamedTuple):
-    """A training shard [R, C], and its codes (bytes, [R, C]) and scales (float32, [R / block, C / block]); the rows of
+    """Codes (bytes, [R, C]) and scales (float32, [R / block, C / block]) of a training shard [R, C]; the rows of
     stacked experts are one below the other.
     """
 
     name: str
-    trained: Tensor
     codes: Tensor
     scales: Tensor
 
@@ -41,19 +40,21 @@ class QuantizedWeight(NamedTuple):
 class OwnCodes:
     """Codes and scales of one rank's training shards, in memory that can be released. Allocated at first.
 
-    trained: name -> training shard. codes, scales: the members of both exchanges, whose slots name the places.
+    trained: name -> the training shard as generation is to read it, such as with adapters merged in; asked for one at a
+    time. codes, scales: the members of both exchanges, whose slots name the places.
     """
 
-    def __init__(self, trained: dict[str, Tensor], codes: Member, scales: Member, block: int) -> None:
-        device = next(iter(trained.values())).device if trained else torch.device("cpu")
-        self.block = block
+    label = "own codes"
+
+    def __init__(
+        self, trained: Callable[[str], Tensor], codes: Member, scales: Member, block: int, device: torch.device
+    ) -> None:
+        self.block, self._trained = block, trained
         self.codes = MemoryBuffer(own_numel(codes), CODE, device, OWN_CODES_POOL)
         self.scales = MemoryBuffer(own_numel(scales), SCALE, device, OWN_SCALES_POOL)
         self.weights = [
-            QuantizedWeight(
-                slot.name, trained[slot.name].flatten(0, -2), _view(self.codes, slot), _view(self.scales, beside)
-            )
-            for slot, beside in zip(codes.held, scales.held, strict=True)
+            QuantizedWeight(slot.name, _view(self.codes, slot), _view(self.scales, its_scales))
+            for slot, its_scales in zip(codes.held, scales.held, strict=True)
         ]
 
     @property
@@ -67,7 +68,7 @@ class OwnCodes:
         self.codes.allocate()
         self.scales.allocate()
         for weight in self.weights:
-            quantize(weight.trained, self.block, weight.codes, weight.scales)
+            quantize(self._now(weight), self.block, weight.codes, weight.scales)
 
     @torch.no_grad()
     def stale(self) -> list[str]:
@@ -76,8 +77,11 @@ class OwnCodes:
 
     def _is_current(self, weight: QuantizedWeight) -> bool:
         codes, scales = torch.empty_like(weight.codes), torch.empty_like(weight.scales)
-        quantize(weight.trained, self.block, codes, scales)
+        quantize(self._now(weight), self.block, codes, scales)
         return torch.equal(codes, weight.codes) and torch.equal(scales, weight.scales)
+
+    def _now(self, weight: QuantizedWeight) -> Tensor:
+        return self._trained(weight.name).flatten(0, -2)
 
     def release(self) -> None:
         """Release the memory; the addresses stay."""
@@ -86,9 +90,10 @@ class OwnCodes:
 
 
 class QuantizedWeights(ComposedWeights):
-    """A rollout shard of codes, of scales, and of weights as they are trained; as `HybridEngine` expects it.
+    """A rollout shard of codes, of scales, and of other parts; as `HybridEngine` expects it.
 
-    own: what the exchanges of codes and scales read. transport: of the exchange group. tensors: codes are e4m3.
+    own: what the exchanges of codes and scales read. parts, made: all others, see `ComposedWeights`. transport: of the
+    exchange group. tensors: codes are e4m3, and scales have the names of vLLM's.
     """
 
     def __init__(
@@ -96,22 +101,18 @@ class QuantizedWeights(ComposedWeights):
         own: OwnCodes,
         codes: AllGatherPPModel,
         scales: AllGatherPPModel,
-        kept: AllGatherPPModel,
+        parts: Sequence[ComposedPart],
+        made: Sequence[OwnMemory],
         transport: Transport,
     ) -> None:
-        super().__init__([ComposedPart(codes), ComposedPart(scales), ComposedPart(kept)])
+        super().__init__([ComposedPart(codes), ComposedPart(scales), *parts], [*made, own])
         self.own, self._transport = own, transport
         self._codes = {name: tensor.view(E4M3) for name, tensor in codes.tensors.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The rollout shard, by name; scales under the names of vLLM's."""
+        """The rollout shard, by name."""
         return super().tensors | self._codes
-
-    def gather(self) -> Bytes:
-        """Quantize this rank's shard, and bring what it does not have; returns what was received."""
-        self.own.renew()
-        return super().gather()
 
     def verify(self) -> None:
         """Compare checksums of what moved, and the codes with the weights that they stand for.
@@ -128,15 +129,6 @@ class QuantizedWeights(ComposedWeights):
                 f"FP8 weights differ from the trained weights: {here}; stale weights of the ranks of the "
                 f"group, of which this is number {number}: {counts}"
             )
-
-    def memory(self) -> dict[str, int]:
-        """Bytes next to training's buffers, by the names of the memory plan."""
-        return super().memory() | {"own codes": self.own.num_bytes}
-
-    def release(self) -> None:
-        """Release codes, scales, and what was brought."""
-        super().release()
-        self.own.release()
 
 
 def trained_shards(buffers: Sequence[Tensor], member: Member, names: set[str]) -> dict[str, Tensor]:

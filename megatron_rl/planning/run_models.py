@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 
@@ -11,7 +11,7 @@ from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
-from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
+from megatron_rl.model.families import VOCAB_PADDING, Model, eight_bit_names, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import shard_of
@@ -176,7 +176,7 @@ class RunModels:
         return {
             "received shards": max(map(self.in_eight_bits.receive_buffer_bytes, members)),
             "own codes": max(map(self.in_eight_bits.own_bytes, members)),
-        }
+        } | merged_bytes(self, pp_rank, without=eight_bit_names(self.actor.specs))
 
     def receive_buffer_bytes(self, pp_rank: int, *, resident_only: bool = False) -> int:
         """Return the bytes of the largest receive buffer on any rank of this pipeline stage, base weights and adapters.
@@ -270,11 +270,15 @@ def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
     return max(map(models.representative_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element
 
 
-def merged_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
-    """Return what a rank of a stage holds of weights with adapters merged in, of its own shards; {} if none are."""
+def merged_bytes(models: RunModels, pp_rank: int, without: Collection[str] = ()) -> dict[str, int]:
+    """Return what a rank of a stage holds of weights with adapters merged in, of its own shards; {} if none are.
+
+    without: tensors of which codes are made, by their names in generation.
+    """
     lora, numels = models.actor_role.lora, models.actor_weights.shard_numels(pp_rank)
     if not lora.is_merged:
         return {}
-    named = merged_rows(models.actor.specs, adapter_specs(models.actor.specs, lora))
+    specs = models.actor.specs
+    named = {name for name in merged_rows(specs, adapter_specs(specs, lora)) if specs[name].tensor.name not in without}
     own = [numel for name, numel in numels.items() if name in named]
     return {"own merged": (sum(map(aligned, own[:-1])) + sum(own[-1:])) * models.element}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel, FlatParameters
+from megatron_rl.hybrid_engine.composed_weights import ComposedPart
 from megatron_rl.hybrid_engine.eight_bit_members import EightBitTensors
 from megatron_rl.hybrid_engine.quantized_weights import OwnCodes, QuantizedWeights, trained_shards
 from megatron_rl.hybrid_engine.transport import Transport
@@ -14,6 +17,7 @@ from megatron_rl.model.families import VOCAB_PADDING, eight_bit_names, tensors_o
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.sharding import LogicalTensor
 from megatron_rl.roles.flat_parameters import flat_parameters
+from megatron_rl.roles.merged_shards import MergedShards, merged_parameters
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -33,10 +37,12 @@ def quantized_weights(
     """
     specs, block = actor.base.specs, spec.settings.quantization_block_size
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
-    trained = flat_parameters(actor.base, rank.groups, source.place, wanted, rank.node)
     tensors = EightBitTensors.of(tensors_of(specs), eight_bit_names(specs), block)
+    merged = [MergedShards(actor, without=tensors.codes)] if spec.lora.is_merged else []
+    places = source.place, wanted, rank.node
+    trained = merged[0].flat(*places) if merged else flat_parameters(actor.base, rank.groups, *places)
     codes, scales, kept = (members[0] for members in tensors.members([trained.member]))
-    own = OwnCodes(trained_shards(trained.buffers, trained.member, set(tensors.codes)), codes, scales, block)
+    own = OwnCodes(_shards_now(actor, spec, trained, tensors), codes, scales, block, rank.device.torch_device)
     transport = Transport(rank.groups.exchange_group)
 
     def exchange(held: FlatParameters, moved: Mapping[str, LogicalTensor], memory_pool: str) -> AllGatherPPModel:
@@ -52,6 +58,19 @@ def quantized_weights(
         own,
         exchange(FlatParameters((own.codes.data,), codes), tensors.codes, CODES_POOL),
         exchange(FlatParameters((own.scales.data,), scales), tensors.scales, SCALES_POOL),
-        exchange(FlatParameters(trained.buffers, kept), tensors.kept, FOREIGN_POOL),
+        [ComposedPart(exchange(FlatParameters(trained.buffers, kept), tensors.kept, FOREIGN_POOL))],
+        merged,
         transport,
     )
+
+
+def _shards_now(
+    actor: Actor, spec: RoleSpec, trained: FlatParameters, tensors: EightBitTensors
+) -> Callable[[str], Tensor]:
+    """Name of a tensor with codes -> this rank's training shard, with adapters merged in where they are merged."""
+    shards = trained_shards(trained.buffers, trained.member, set(tensors.codes))
+    if not spec.lora.is_merged:
+        return shards.__getitem__
+    merged = merged_parameters(actor)
+    adapted = {actor.base.specs[name].tensor.name: name for name in actor.base.parameters if name in merged.pairs}
+    return lambda name: merged.write(adapted[name]) if name in adapted else shards[name]

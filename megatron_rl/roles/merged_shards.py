@@ -5,7 +5,7 @@ The trainer's tensors are read and never written. Every merge begins with the ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.checkpoint.merged_weights import MergedParameters
-from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes, FlatParameters
-from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
+from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import aligned
 from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
@@ -29,17 +28,26 @@ MERGED_POOL = "megatron_rl own merged weights"
 """The tag of the buffer in vLLM's CUDA allocator."""
 
 
+def merged_parameters(role: TrainedRole) -> MergedParameters:
+    """A rank's parameters as the merged model of a role has them."""
+    source = role.source
+    parameters = named_parameters(role.trainable.models)
+    return MergedParameters(parameters, dict(role.base.specs), source.adapter_specs, source.place, source.lora.scale)
+
+
 class MergedShards:
     """A rank's weights that have adapters, merged, in a buffer that can be released. Allocated at first."""
 
-    def __init__(self, role: TrainedRole) -> None:
-        source, base = role.source, role.base
-        parameters = named_parameters(role.trainable.models)
-        adapters = source.adapter_specs
-        self._merged = MergedParameters(parameters, dict(base.specs), adapters, source.place, source.lora.scale)
+    label = "own merged"
+
+    def __init__(self, role: TrainedRole, without: Collection[str] = ()) -> None:
+        """without: tensors that something else makes of `merged_parameters`, by their names in generation."""
+        base = role.base
+        self._merged = merged_parameters(role)
         self._starts: dict[str, int] = {}
         stop = 0
-        for name in (name for name in base.parameters if name in self._merged.pairs):
+        named = [name for name in base.parameters if name in self._merged.pairs]
+        for name in (name for name in named if base.specs[name].tensor.name not in without):
             self._starts[name] = aligned(stop)
             stop = self._starts[name] + base.parameters[name].numel()
         self._role = role
@@ -85,25 +93,3 @@ class MergedShards:
             yield
         finally:
             self.release()
-
-
-class MergedWeights(ComposedWeights):
-    """A rollout shard of merged weights; as `HybridEngine` expects it."""
-
-    def __init__(self, own: MergedShards, exchange: AllGatherPPModel) -> None:
-        super().__init__([ComposedPart(exchange)])
-        self.own = own
-
-    def gather(self) -> Bytes:
-        """Merge this rank's shards, and bring what it does not have; returns what was received."""
-        self.own.renew()
-        return super().gather()
-
-    def memory(self) -> dict[str, int]:
-        """Bytes next to training's buffers, by the names of the memory plan."""
-        return super().memory() | {"own merged": self.own.num_bytes}
-
-    def release(self) -> None:
-        """Release the merged weights, and what was brought."""
-        super().release()
-        self.own.release()

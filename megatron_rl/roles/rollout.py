@@ -14,9 +14,8 @@ from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import release_cached
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
-from megatron_rl.hybrid_engine.adapted_weights import AdaptedWeights
 from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel, FlatParameters
-from megatron_rl.hybrid_engine.composed_weights import ComposedWeights
+from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
@@ -241,7 +240,7 @@ def adapters_of(
     """The adapters that generation reads; None if it reads whole weights alone."""
     from megatron_rl.rollout.engine import EngineAdapters
 
-    if not lora.crosses_alone or not isinstance(weights, AdaptedWeights | ReceivedWeights):
+    if not lora.crosses_alone or not isinstance(weights, ComposedWeights | ReceivedWeights):
         return None
     return EngineAdapters(weights.adapter_tensors, held_rank(lora.rank), lora.scale)
 
@@ -284,7 +283,7 @@ def shared_weights(
     from megatron_rl.hybrid_engine.transport import Transport
     from megatron_rl.roles.eight_bit_views import quantized_weights
     from megatron_rl.roles.flat_parameters import WeightView, flat_parameters
-    from megatron_rl.roles.merged_shards import MergedShards, MergedWeights
+    from megatron_rl.roles.merged_shards import MergedShards
 
     if spec.settings.quantization is not None:
         return quantized_weights(actor, spec, rank, source, grid)
@@ -305,8 +304,9 @@ def shared_weights(
     if spec.lora.is_merged:
         merged = MergedShards(actor)
         own = merged.flat(source.place, wanted, rank.node)
-        return MergedWeights(merged, exchanged(actor.base, own=own))
+        return ComposedWeights([ComposedPart(exchanged(actor.base, own=own))], [merged])
     base = exchanged(actor.base)
     if not spec.lora.rank:
         return base
-    return AdaptedWeights(base, exchanged(actor.trained, ADAPTER_POOL), spec.lora.base_stays, spec.lora.base_on_host)
+    adapters = ComposedPart(exchanged(actor.trained, ADAPTER_POOL), is_adapters=True)
+    return ComposedWeights([ComposedPart(base, spec.lora.base_stays, spec.lora.base_on_host), adapters])

@@ -49,6 +49,8 @@ IN_EIGHT_BITS = tuple(
 CODES = ("_proj.weight", "_with_mqa.weight", "_qkvz.weight", ".w13_weight", ".w2_weight")
 """What vLLM's names of weights in 8 bits end with."""
 OPTIONS = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
+LORA = "actor_rollout_ref__model__lora__"
+MERGED = {f"{LORA}rank": 8, f"{LORA}alpha": 64.0, f"{LORA}merge": True}
 BF16 = OPTIONS | {f"{MEGATRON}dtype": "bfloat16"}
 # Heads and columns of experts in whole blocks on two ranks.
 WIDE = {"head_dim": 64, "moe_intermediate_size": 64}
@@ -85,6 +87,17 @@ CASES = [
     Case("TP2EP2ETP1-TP2-latent", 2, 1, 2, save=save_moonlight, model=LATENT, options=OPTIONS | SP | EP2 | ETP1),
     Case("TP2PP2-TP2-delta", 2, 2, 2, save=save_qwen3_next, model=DELTA | SHARED, options=OPTIONS | SP),
     Case("TP2PP2-TP1-wide", 2, 2, 1, save=save_gemma4_with_keys_for_values, options=OPTIONS),
+    Case("TP2PP2-TP1-merged", 2, 2, 1, save=save_llama, options=OPTIONS | MERGED),
+    Case("TP2PP2-TP1-latent-merged", 2, 2, 1, save=save_deepseek_v3, model=LATENT, options=OPTIONS | SP | MERGED),
+    Case(
+        "TP2EP2ETP1-TP2-experts-merged",
+        2,
+        1,
+        2,
+        save=save_qwen3_moe,
+        model=WIDE,
+        options=OPTIONS | SP | EP2 | ETP1 | MERGED | {f"{LORA}target_modules": ["all-linear"]},
+    ),
     Case("TP1-TP1", 1, 1, 1, options=OPTIONS, lacks=False),
     Case("TP2PP2-TP1-bfloat16", 2, 2, 1, options=BF16),
 ]
@@ -108,18 +121,34 @@ def rounded_folder(path: str, folder: str) -> str:
 
 
 def round_trainer(worker) -> list[torch.Tensor]:
-    """Round the actor's own linears in place; returns its weights of before."""
+    """Round the actor's own linears in place, with adapters merged in; returns its weights of before."""
     from megatron_rl.model.eight_bits import E4M3, rounded
     from megatron_rl.model.families import eight_bit_names
 
-    before, specs = weights(worker), worker.roles["actor"].base.specs
+    actor, before = worker.roles["actor"], weights(worker)
+    specs = actor.base.specs
     codes = eight_bit_names(specs)
     with torch.no_grad():
-        for name, parameter in worker.roles["actor"].base.parameters.items():
+        merge_adapters(actor)
+        for name, parameter in actor.base.parameters.items():
             if specs[name].tensor.name in codes:
                 # Blocks end where an expert does.
                 parameter.copy_(rounded(parameter.flatten(0, -2), E4M3, (BLOCK, BLOCK)).view_as(parameter))
     return before
+
+
+def merge_adapters(actor) -> None:
+    """Add each product of an actor's adapters to its weight, and set the product to 0."""
+    from megatron_rl.roles.merged_shards import merged_parameters
+
+    if not actor.spec.lora.rank:
+        return
+    merged = merged_parameters(actor)
+    for name, parameter in actor.base.parameters.items():
+        parameter.copy_(merged(name))
+    for name, parameter in merged.parameters.items():
+        if "lora_B" in name:
+            parameter.zero_()
 
 
 def restore_trainer(worker, before: list[torch.Tensor]) -> None:

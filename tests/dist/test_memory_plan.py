@@ -139,7 +139,7 @@ def exchanged(worker) -> list:
 def merged(worker) -> list:
     """The buffer of weights with adapters merged in, where there is one."""
     weights = worker.roles["rollout"].weights
-    return [weights.own.buffer] if "own merged" in weights.memory() else []
+    return [made.buffer for made in getattr(weights, "made", []) if made.label == "own merged"]
 
 
 def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:

@@ -85,7 +85,6 @@ ROWS = (
             ),
         ),
         excludes=(
-            Relation("lora", "adapters are applied next to base weights in the training dtype"),
             Relation("own_pool", "a weight transfer has one dtype, that of training"),
             Relation("dropped_weights", "training weights cannot be made again of FP8 weights", {DROP: False}),
         ),
