@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from folder_rows import DENSE, WITH_EXPERTS
 from ranks import run_ranks
 from sliced_checks import in_slices, largest_difference, model_at, starts
 from sweeps import WEEKLY
-from test_families_end_to_end import DENSE, WITH_EXPERTS
 from tiny_gpt_oss import save_gpt_oss
 from tiny_models import run_config, save_deepseek_v2, save_gemma3, save_llama
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next

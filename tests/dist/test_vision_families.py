@@ -1,6 +1,6 @@
 """The language models of folders that also read images: trained, served and exported, and the whole comes back.
 
-Logits, answers and the untouched folder are compared as in `test_families_end_to_end.py`. An update is compared with
+Logits, answers and the untouched folder are compared as in `folder_observations.py`. An update is compared with
 transformers on the exported folder, so that a vision tower that is lost or moved is noticed. Why plain rotary positions
 are right: the sections of an embedding are for three places, which are equal in text.
 """
@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from folder_observations import NUM_ROWS, rows_of
+from folder_rows import LAYOUTS
 from ranks import run_ranks
 from resumed_training import start_saving
+from reward_observations import hugging_face_values
 from rollout_checks import GREEDY, hugging_face_greedy, logprob_difference, round_trip, tokens
 from sweeps import WEEKLY, marks_of
-from test_families_end_to_end import LAYOUTS, rows_of
 from test_pass_through_tensors import raw
-from test_reward_model_critic import hugging_face_values
 from tiny_models import random_batch, run_config
 from tiny_vision import (
     PROCESSORS,
@@ -36,7 +37,6 @@ from megatron_rl.controller.report import hf_model, hf_sampled_logits
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-NUM_ROWS = 7
 OFTEN = ((save_qwen3_vl, "TP2"),)
 SWEPT = ((save_gemma3_vision, "TP2xPP2"), (save_qwen25_vl_as_published, "TP2"))
 FURTHER = tuple((save, "TP2xPP2") for save in (save_qwen25_vl, save_qwen3_vl, save_qwen3_5_vision))
@@ -78,7 +78,7 @@ def test_a_language_model_is_trained_inside_a_larger_one(save, layout, tmp_path)
     folder. Would not catch what only images show.
     """
     path = Path(save(tmp_path / "model"))
-    world_size, tp_size, pp_size, _ = LAYOUTS[layout]
+    (world_size, tp_size, pp_size), _ = LAYOUTS[layout]
     config = run_config(
         str(path), tp_size, pp_size, **RATE, actor_rollout_ref__rollout__tensor_model_parallel_size=tp_size
     )

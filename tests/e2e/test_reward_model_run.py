@@ -41,7 +41,7 @@ def without_ground_truth(file: Path, target: Path) -> Path:
 def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
     """ReMax, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
 
-    Would not catch a wrong score; `tests/dist/test_reward_model.py` does.
+    Would not catch a wrong score; `tests/parity` does.
     """
     tables = tmp_path / "tables"
     run = command_line(

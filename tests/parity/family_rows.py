@@ -2,7 +2,7 @@
 
 A part (a kind of attention, of MLP, of norm, of head) is in the long tests once, in the layout that cuts it most;
 further families with the same parts are weekly. What goes into a model and comes out is in
-`test_families_end_to_end.py`.
+`folder_rows.py`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ GATED_DELTA = (
         )
     ),
 )
-# Experts after an update are in `test_transitions.py`. vLLM builds a head for some models even where config.json ties
+# Experts after an update are in `transition_rows.py`. vLLM builds a head for some models even where config.json ties
 # it to the embedding; the engine's own head is then the embedding.
 AROUND_AN_UPDATE = (
     *(

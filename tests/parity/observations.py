@@ -32,7 +32,7 @@ EXPERTS = "experts.w13"
 class Update:
     """Scores, metrics, gradient norms and new weights of one update of actor and critic equal those of one process.
 
-    Would not catch an error that one process has, too: `Gradients` and `test_families_end_to_end.py` do.
+    Would not catch an error that one process has, too: `Gradients` and `InAndOut` do.
     """
 
     norms: float = 1e-6

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import pytest
 from sweeps import WEEKLY
@@ -22,6 +22,7 @@ LONG = (pytest.mark.exhaustive,)
 WHEN = (ALWAYS, LONG, WEEKLY)
 SaveModel = Callable[..., str]
 ALONE = (1, 1, 1)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._paths: dict[str, str] = {}
-        self._once: dict[tuple, list[dict]] = {}
+        self._once: dict[tuple, Any] = {}
 
     def path(self, scenario: Scenario) -> str:
         """Return the folder of the scenario's model. No row may change it."""
@@ -75,7 +76,7 @@ class Runs:
         which = (scenario.model_name, *sorted(scenario.common.items()))
         return self.once(which, lambda: run_layout(self.path(scenario), *ALONE, keys=scenario.common))
 
-    def once(self, which: tuple, run: Callable[[], list[dict]]) -> list[dict]:
+    def once(self, which: tuple, run: Callable[[], T]) -> T:
         """Return what `run` gives, and gave before under the same name."""
         if which not in self._once:
             self._once[which] = run()

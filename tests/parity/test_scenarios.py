@@ -11,11 +11,14 @@ from context_rows import CONTEXT
 from dense_rows import DENSE
 from expert_rows import EXPERTS
 from family_rows import FAMILIES
+from folder_rows import FOLDERS
 from fp8_rows import FP8_TRAINING
 from replay_rows import REPLAYED
 from resumed_rows import RESUMED
+from reward_rows import REWARDED
 from scenarios import Observation, Runs, Scenario
 from task_rows import TASKS
+from transition_rows import TRANSITIONS
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -28,6 +31,9 @@ TABLE = (
     *TASKS,
     *REPLAYED,
     *RESUMED,
+    *FOLDERS,
+    *REWARDED,
+    *TRANSITIONS,
 )
 
 

@@ -1,4 +1,4 @@
-"""Noting where tensors lie, and saying which has moved. Engines are in tests/dist/test_transitions.py."""
+"""Noting where tensors lie, and saying which has moved. Engines are in tests/parity."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     """The rule gives all the same, each model differs in one prompt of two; a penalty and a greedy baseline see all.
 
     By hand: rule 2 x 1; the first model 0.5 x row where the prompt is 1; the second -1 x row where it is 2. Would not
-    catch a model that scores other tokens; `tests/dist/test_reward_model.py` does.
+    catch a model that scores other tokens; `tests/parity` does.
     """
     config = run_config(most=1)
     config.reward_model.enable, config.reward_model.rule_weight, config.reward_model.weight = True, 2.0, 0.5
