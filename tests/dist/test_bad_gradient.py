@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from ranks import run_ranks
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
+from update_traces import bit_equal, clear, everything
 
 from megatron_rl.columns import ACTOR_UPDATE
 
@@ -19,21 +19,6 @@ RATES = {
     "actor_rollout_ref__actor__optim__lr_decay_style": "linear",
     "trainer__total_training_steps": 10,
 }
-
-
-def everything(trainable) -> list[torch.Tensor]:
-    """Weights, moments, and where schedule and Adam stand."""
-    params = [buffer.param_data.clone() for buffer in trainable.param_buffers]
-    moments = [tensor.clone() for tensor in trainable.optimizer_state()]
-    return [*params, *moments, torch.tensor([trainable.scheduler.num_steps, trainable.adam.step])]
-
-
-def bit_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def clear(trainable) -> bool:
-    return not any(buffer.grad_data.any() for buffer in trainable.param_buffers)
 
 
 def train_through_nan(worker, sick_field: str | None) -> dict:

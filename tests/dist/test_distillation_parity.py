@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_policy import hugging_face_model, reduced_gradients, token_loss
 from ranks import run_ranks
+from rows_with_holes import CP2, CUTS, LAYOUTS, MEGATRON, NUM_ROWS, assert_close, rows_with_holes
 from sweeps import marks_of
-from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
-from test_sampled_holes import CP2, CUTS, LAYOUTS, MEGATRON, NUM_ROWS, assert_close, rows_with_holes
 from tiny_models import run_config, save_llama, save_qwen2
 from updates import whole_weights
 

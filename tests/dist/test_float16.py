@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from test_bad_gradient import bit_equal, clear, everything
 from tiny_models import random_batch, run_config, save_qwen2
+from update_traces import bit_equal, clear, everything
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 

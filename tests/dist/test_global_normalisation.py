@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_policy import hugging_face_model, reduced_gradients, row_log_probs, token_loss
 from ranks import run_ranks
 from sweeps import often
 from tiny_models import random_batch, run_config, save_qwen2
@@ -62,17 +63,6 @@ BYPASS = RolloutCorrectionConfig(
 )
 
 
-def row_log_probs(model: torch.nn.Module, ids: torch.Tensor, length: int) -> torch.Tensor:
-    """[length, vocabulary]: transformers' log-probs where each response token was chosen."""
-    return model(ids[None]).logits[0, :-1].log_softmax(-1)[-length:]
-
-
-def hugging_face_model(path: str) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def actor_batch(path: str) -> Batch:
     """Seven rows with everything a policy loss can read; some tokens, and all of row 5, are left out."""
     experience = random_batch(NUM_ROWS)
@@ -109,19 +99,6 @@ def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
     actor.cut = cut
     actor.correction = BYPASS if loss_mode == "bypass_mode" else RolloutCorrectionConfig()
     actor.policy_loss = load_policy_loss(config, actor.correction)
-
-
-def reduced_gradients(actor, dp_group) -> dict[str, torch.Tensor]:
-    """Every parameter's gradient over all data-parallel ranks: each has the reduced one of its own shard only."""
-    from megatron_rl.roles.model_source import named_parameters
-
-    gradients = {p: torch.zeros_like(p.main_grad) for p in named_parameters(actor.trainable.models).values()}
-    for parameter, start, state in actor.trainable.adam.runs():
-        run = slice(start, start + len(state["param"]))
-        gradients[parameter].view(-1)[run] = parameter.main_grad.view(-1)[run]
-    for gradient in gradients.values():
-        torch.distributed.all_reduce(gradient, group=dp_group)
-    return {name: gradients[p] for name, p in named_parameters(actor.trainable.models).items()}
 
 
 def all_gradients(config) -> dict[tuple[str, str], dict]:
@@ -179,12 +156,6 @@ def test_gradient_does_not_depend_on_the_cut(layout, model_path, reference) -> N
                 # Some gradients are zero but for rounding, such as those of key biases.
                 is_rounding = gradient.abs().max() < 1e-6 * largest
                 assert is_rounding or relative(gradients[name], gradient) < 1e-5, (loss_mode, cut, name)
-
-
-def token_loss(ratio, advantage: float) -> torch.Tensor:
-    """PPO's clip with ranges of 0.2, and the dual clip at 3, which ratios of whole answers never reach here."""
-    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -gain if advantage >= 0 else -torch.maximum(gain, torch.tensor(3.0 * advantage))
 
 
 def geo_mean_loss(log_probs, old, advantages, weights, kept) -> torch.Tensor:

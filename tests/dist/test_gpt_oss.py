@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft_oracle import LINEARS, Oracle, check, run_adapted
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
 from sweeps import WEEKLY
-from test_adapter_parity import LINEARS, Oracle, check, run_adapted
 from tiny_gpt_oss import save_gpt_oss, save_gpt_oss_in_4_bits, unpack_by_transformers
 from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned_ownership import SIZES, owned_otherwise_than_planned
 from ranks import run_ranks
 from storage_meter import StorageMeter
 from sweeps import marks_of
@@ -35,7 +36,6 @@ from megatron_rl.records import ragged, single_turn
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PROMPT, RESPONSE, ROWS = 136, 24, 8
 MEGATRON = "actor_rollout_ref__actor__megatron__"
-SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 256}
 
 
 def save_narrow_gpt_oss(folder: Path, **sizes) -> str:
@@ -380,18 +380,3 @@ def check_savings(peaks: dict[str, int], config) -> None:
 
 def totals(stage: StageMemory) -> dict[str, int]:
     return {phase: stage.total(phase) for phase in stage.phases}
-
-
-def owned_otherwise_than_planned(
-    ledger: dict[str, dict[str, int]], phases: dict[str, dict[str, int]], most: int = 1024
-) -> list[str]:
-    """Entries of the ledger that are not the plan's, up to the ends of buffers and the cache's last block."""
-    found = []
-    for phase, owned in ledger.items():
-        for name, size in owned.items():
-            planned = phases[phase].get(name, 0)
-            missing = name in ("actor moments", "critic moments") and size == 0  # before the first update
-            counters = 1024 * name.endswith("masters")  # of Adam's steps, one for each parameter
-            if abs(size - planned) > max(most, counters) + 0.15 * planned * (name == "KV cache") and not missing:
-                found.append(f"{phase}: {name} is {size}, planned {planned}")
-    return found

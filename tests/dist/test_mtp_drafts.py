@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
-from sliced_checks import in_slices, starts
-from sweeps import marks_of
-from test_drafts import (
+from draft_checks import (
     GREEDY,
     ROLLOUT,
     Answers,
@@ -18,6 +15,9 @@ from test_drafts import (
     must_be_equal,
     must_be_equal_but_for_ties,
 )
+from ranks import run_ranks
+from sliced_checks import in_slices, starts
+from sweeps import marks_of
 from tiny_models import run_config
 from tiny_mtp import WITH_MTP, save_deepseek_with_mtp, save_glm4_with_mtp
 

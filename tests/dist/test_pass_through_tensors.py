@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from raw_tensors import raw
 from resumed_training import start_saving
 from safetensors.torch import load_file, save_file
 from tiny_models import random_batch, run_config
@@ -65,20 +66,6 @@ def load_and_export(config, saved: Path, target: Path) -> None:
     state = RoleState(**json.loads((saved / "state.json").read_text()))
     worker.roles["actor"].checkpoint.load(saved / "actor", state)
     worker.roles["actor"].export_hf(target)
-
-
-def raw(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
-    """Every tensor of a folder: its dtype and its bytes. The index names each where it lies."""
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            tensors[name] = (tensor.dtype, bytes(tensor.flatten().view(torch.uint8).tolist()))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        content = json.loads(index.read_text())
-        assert content["weight_map"].keys() == tensors.keys()
-        assert content["metadata"]["total_size"] == sum(len(data) for _, data in tensors.values())
-    return tensors
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_policy import hugging_face_model, row_log_probs
 from ranks import run_ranks
-from test_global_normalisation import hugging_face_model, row_log_probs
 from tiny_models import random_batch, run_config, save_qwen2
 
 from megatron_rl.columns import SCORING

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned_ownership import SIZES, owned_otherwise_than_planned
 from ranks import run_ranks
 from storage_meter import StorageMeter
-from test_memory_plan import SIZES, owned_otherwise_than_planned
 from tiny_models import run_config, save_llama
 
 from megatron_rl.columns import SCORING

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from routed_experts import random_choices
+from rows_with_holes import all_cuts, check_layout, filled, gradients_of, plain_gradients
 from sweeps import often
-from test_sampled_holes import all_cuts, check_layout, filled, gradients_of, plain_gradients
 from tiny_gpt_oss import save_gpt_oss
 from tiny_models import run_config, save_deepseek_v3, save_gemma2, save_qwen2, save_qwen3_moe
 from tiny_qwen3_5 import save_qwen3_5

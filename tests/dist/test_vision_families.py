@@ -15,11 +15,11 @@ import torch
 from folder_observations import NUM_ROWS, rows_of
 from folder_rows import LAYOUTS
 from ranks import run_ranks
+from raw_tensors import raw
 from resumed_training import start_saving
 from reward_observations import hugging_face_values
 from rollout_checks import GREEDY, hugging_face_greedy, logprob_difference, round_trip, tokens
 from sweeps import WEEKLY, marks_of
-from test_pass_through_tensors import raw
 from tiny_models import random_batch, run_config
 from tiny_vision import (
     PROCESSORS,
