@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from joined_pools import killed_after
-from ranks import common_store, run_ranks
+from pool_messages import TIMEOUT_S, Messages, host_of
+from ranks import run_ranks
 from sliced_checks import in_slices, joined, largest_difference, nudge, plain_log_probs, starts
 from tiny_models import run_config, save_llama
 
@@ -25,31 +25,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 BOUND = 5e-5
 NUM_SWAPS = 20
 LATE_S = 0.5
-TIMEOUT_S = 60
 DIES, STAYS = 0, 1
 """Numbers of the replicas."""
-
-
-class Messages:
-    """Messages between the processes: a name, and a text."""
-
-    def __init__(self) -> None:
-        self.store = common_store(timedelta(seconds=TIMEOUT_S))
-
-    def say(self, what: str, value: str = "") -> None:
-        self.store.set(what, value)
-
-    def wait(self, *what: str) -> list[str]:
-        return [self.store.get(one).decode() for one in what]
-
-
-def host_of(config, pool: str, rank: int, world_size: int, world: str):
-    """This process as a rank of a world, which has a name, in a pool."""
-    from megatron_rl.roles.host import RankHost
-
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ["MASTER_STORE"] += f"_{world}"
-    return RankHost(config, timedelta(seconds=TIMEOUT_S), pool=pool)
 
 
 def address_of(messages: Messages, name: str, first_receiver: int):

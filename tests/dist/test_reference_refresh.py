@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool_messages import Messages, host_of
 from ranks import run_ranks
 from resumed_training import start_saving
 from task_cases import answer_batch, task_config
-from test_arriving_weights import Messages, host_of
 from tiny_models import save_glm4_moe, save_qwen3_moe
 from updates import whole_weights
 

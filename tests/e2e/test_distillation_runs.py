@@ -70,7 +70,7 @@ def rarely(kinds, often: tuple[str, ...] = (), weekly: tuple[str, ...] = ()) -> 
 def test_a_teacher_in_a_pool_and_layout_of_its_own(command_line, other: Path, kind: str) -> None:
     """TP2 there, one actor's rank here: the numbers of one process, task rewards and all. Weekly is what comes from
     teachers as another kind's numbers do. Would not catch what every layout computes wrong;
-    tests/dist/test_distillation_parity.py does.
+    tests/parity does.
     """
     keys = (*FEW, *KINDS[kind], f"{LOSS}.use_task_rewards=true")
     apart = teacher(other, pool="teachers", **{"megatron.tensor_model_parallel_size": 2})
@@ -255,7 +255,7 @@ def test_the_demo_learns_without_rewards(command_line, carrier: Path, seed: int)
 @pytest.mark.weekly
 def test_two_teachers_each_teach_their_own(command_line, carrier: Path, two_sources: Path) -> None:
     """Small numbers by the one that carries, large ones by the one that seldom does, in 40 steps. Would not catch
-    teachers of other widths; tests/dist/test_distillation_parity.py does.
+    teachers of other widths; tests/parity does.
     """
     both = (*teacher(carrier, key="small"), *teacher(STUDENT, "forgetter", key="large"))
     run = command_line(*both, *data_of(two_sources), *LOCAL, "trainer.total_training_steps=40", config=CONFIG)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from context_rows import CONTEXT
 from dense_rows import DENSE
+from distillation_rows import DISTILLED
 from expert_rows import EXPERTS
 from family_rows import FAMILIES
 from folder_rows import FOLDERS
@@ -34,6 +35,7 @@ TABLE = (
     *FOLDERS,
     *REWARDED,
     *TRANSITIONS,
+    *DISTILLED,
 )
 
 

@@ -13,12 +13,16 @@ Not exercised: experts; teachers in another pool, which tests/e2e/test_distillat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from plain_policy import hugging_face_model, reduced_gradients, token_loss
 from ranks import run_ranks
-from rows_with_holes import CP2, CUTS, LAYOUTS, MEGATRON, NUM_ROWS, assert_close, rows_with_holes
-from sweeps import marks_of
+from rows_with_holes import CUTS, NUM_ROWS, assert_close, rows_with_holes
+from scenarios import Runs, Scenario
 from tiny_models import run_config, save_llama, save_qwen2
 from updates import whole_weights
 
@@ -28,8 +32,6 @@ from megatron_rl.config.distillation_keys import DistillationLossConfig
 from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.records import Batch
 from megatron_rl.scoring.teachers import joined_rows
-
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 TEMPERATURE, TASK, WEIGHT, TOP = 0.7, 0.5, 2.0, 5
 MODES = {
@@ -44,11 +46,6 @@ MODES = {
     "mixed_kl": {"mixed_kl_weight": 0.3},
     "jsd": {"beta": 0.2},
 }
-OFTEN = ("k1", "forward_kl_topk", "reverse_kl_topk", "jsd")
-"""What `make test` goes through, in one process: what is read of a teacher (drawn tokens, its likeliest tokens, those
-of the student, whole distributions) in one mode each. The sweeps have these in every layout, and the other modes in one
-process; the other modes in layouts, which are other formulas of the same numbers, are weekly.
-"""
 
 
 def keys_of(mode: str) -> dict:
@@ -157,8 +154,6 @@ def plain(mode: str, paths: tuple[str, ...], teacher_of_row=lambda row: 0) -> tu
     return losses, gradients, own
 
 
-OWN_SIZES = {"up to CP2 of 4 ranks": ((4, 1, 1), CP2 | {f"{MEGATRON}__dynamic_context_parallel": True})}
-"""Layouts whose passes choose how many ranks share them."""
 BY_TOKENS = {"by tokens": MicroBatching(1, max_tokens=12)}
 EVERY_CUT = CUTS | {"tries": MicroBatching(12, as_tree=True)}
 
@@ -192,44 +187,10 @@ def taught(own: torch.Tensor, config) -> dict[str, dict]:
         found[name] = {
             "where": where,
             "metrics": metrics,
-            "gradients": {name: grad.clone() for name, grad in reduced_gradients(actor, group).items()},
+            "actor_weights": {name: grad.clone() for name, grad in reduced_gradients(actor, group).items()},
             "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64),
         }
     return found
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> tuple[str, str]:
-    """A student with tied embeddings, and a smaller teacher with a head of its own."""
-    folder = tmp_path_factory.mktemp("models")
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return save_qwen2(folder / "student"), save_llama(folder / "teacher", **sizes)
-
-
-def cases() -> list:
-    """Every mode in every layout; in one process some of them in `make test`."""
-    every = [(mode, layout) for mode in MODES for layout in (*LAYOUTS, *OWN_SIZES)]
-    often = {(mode, "one") for mode in OFTEN}
-    weekly = {(mode, layout) for mode, layout in every if mode not in OFTEN and layout != "one"}
-    return [pytest.param(*case, marks=marks_of(case, often, weekly)) for case in every]
-
-
-@pytest.mark.parametrize(("mode", "layout"), cases())
-def test_as_a_plain_loop(mode: str, layout: str, paths: tuple[str, str]) -> None:
-    """Rows with holes, packed with shared prompts, padded and alone; the policy loss joins. Would not catch a teacher
-    that reads other rows than the student.
-    """
-    losses, gradients, own = plain(mode, paths)
-    (world_size, tp_size, pp_size), keys = {**LAYOUTS, **OWN_SIZES}[layout]
-    config = config_of(mode, paths, tp_size, pp_size, **keys)
-    ranks = run_ranks(world_size, taught, own, config)
-    for cut in BY_TOKENS if layout in OWN_SIZES else EVERY_CUT:
-        ours = [rank[cut] for rank in ranks]
-        collector = next(rank for rank in ours if rank["where"].dp_collector)
-        found = {name: collector["metrics"][name] for name in losses}
-        assert found == pytest.approx(losses, rel=1e-5, abs=1e-6), cut
-        held = [{"actor_weights": rank["gradients"], "place": rank["place"]} for rank in ours]
-        assert_close(whole_weights(held, "actor", paths[0]), gradients)
 
 
 def taught_by_two(own: torch.Tensor, config) -> dict:
@@ -251,13 +212,57 @@ def taught_by_two(own: torch.Tensor, config) -> dict:
     metrics = actor.compute_gradients(batch.read_by(ACTOR_UPDATE))
     gradients = {name: grad.clone() for name, grad in reduced_gradients(actor, worker.groups.dp_group).items()}
     place = worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)
-    return {"metrics": metrics, "actor_weights": gradients, "place": place}
+    where = worker.coordinates()
+    return {"where": where, "metrics": metrics, "actor_weights": gradients, "place": place}
 
 
-def test_two_teachers_of_other_widths(paths: tuple[str, str], tmp_path) -> None:
-    """Whole distributions, each row's of its own teacher. Would not catch rows that are asked of the wrong one."""
-    wide = save_qwen2(tmp_path / "wide", hidden_size=192, num_attention_heads=6)
-    losses, gradients, own = plain("forward_kl", (*paths, wide), lambda row: row % 2)
-    (found,) = run_ranks(1, taught_by_two, own, config_of("forward_kl", (*paths, wide), 1, 1))
-    assert {name: found["metrics"][name] for name in losses} == pytest.approx(losses, rel=1e-5, abs=1e-6)
-    assert_close(whole_weights([found], "actor", paths[0]), gradients)
+TEACHER = Scenario(save_llama, "teacher", changes={"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2})
+"""Smaller than the student, with a head of its own."""
+WIDE = Scenario(save_qwen2, "teacher", changes={"hidden_size": 192, "num_attention_heads": 6})
+
+
+def assert_as_plain(ranks: list[dict], losses: dict[str, float], gradients: dict, path: str) -> None:
+    """Losses and gradients are the loop's within 1e-5."""
+    collector = next(rank for rank in ranks if rank["where"].dp_collector)
+    found = {name: collector["metrics"][name] for name in losses}
+    assert found == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert_close(whole_weights(ranks, "actor", path), gradients)
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """Losses and gradients of rows with holes, packed with shared prompts, padded, alone and as tries, are a plain
+    loop's; the policy loss joins.
+
+    Would not catch a teacher that reads other rows than the student.
+    """
+
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"distilled by {self.mode}"
+
+    def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
+        paths = (runs.path(scenario), runs.path(TEACHER))
+        expected = runs.once(("distilled", self.mode, paths), partial(plain, self.mode, paths))
+        losses, gradients, own = expected
+        num_ranks, *sizes = scenario.ranks
+        ranks = run_ranks(num_ranks, taught, own, config_of(self.mode, paths, *sizes, **scenario.keys))
+        for cut in ranks[0]:
+            assert_as_plain([rank[cut] for rank in ranks], losses, gradients, paths[0])
+
+
+@dataclass(frozen=True)
+class DistilledByTwo:
+    """Whole distributions, each row's of its own teacher, of other widths. Would not catch rows that are asked of the
+    wrong one.
+    """
+
+    name: str = "distilled by two teachers"
+
+    def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
+        paths = tuple(runs.path(each) for each in (scenario, TEACHER, WIDE))
+        losses, gradients, own = plain("forward_kl", paths, lambda row: row % 2)
+        ranks = run_ranks(1, taught_by_two, own, config_of("forward_kl", paths, 1, 1))
+        assert_as_plain(ranks, losses, gradients, paths[0])
