@@ -27,6 +27,7 @@ from ranks import run_ranks
 from tiny_gemma4 import save_gemma4_with_keys_for_values
 from tiny_glm import save_glm4_moe_lite
 from tiny_models import random_batch, run_config, save_deepseek_v3, save_llama, save_qwen2, save_qwen3_moe
+from tiny_moonshot import save_kimi_k2
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 from tiny_vision import save_gemma3_vision, save_qwen3_5_vision, save_qwen25_vl
 from updates import NUM_ROWS
@@ -172,6 +173,7 @@ def test_adapters_of_experts_equal_peft(adapted_experts: Oracle, world_size: int
 
 FURTHER = {
     "DeepSeek-V3": (save_deepseek_v3, OF_LATENT),
+    "Kimi-K2": (save_kimi_k2, OF_LATENT),
     "GLM-4.7-Flash": (save_glm4_moe_lite, OF_LATENT),
     "Qwen3-Next": (save_qwen3_next, OF_QWEN3_NEXT),
     "Qwen3.5": (save_qwen3_5, OF_QWEN3_5),
@@ -183,7 +185,7 @@ FURTHER = {
 }
 TP2_PP2 = (4, 2, 2, SP)
 EP2 = (2, 1, 1, {f"{A_LAYOUT}expert_model_parallel_size": 2})
-OF_EXPERTS = ("DeepSeek-V3", "GLM-4.7-Flash", "Qwen3-Next", "Qwen3.5-MoE")
+OF_EXPERTS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.7-Flash", "Qwen3-Next", "Qwen3.5-MoE")
 
 
 @pytest.mark.exhaustive
