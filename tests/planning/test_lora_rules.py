@@ -139,7 +139,8 @@ def test_merging_is_chosen_where_it_is_left_open(tmp_path, case):
     case.model(**LATENT)
     (found,) = [text for text in in_words(case) if LORA in text]
     why = (
-        "vLLM has no adapter for model.layers.0.self_attn.q_a_proj, so that generation reads this model's merged alone"
+        "vLLM has no adapter for model.layers.0.self_attn.kv_b_proj, with parts of whose weight it multiplies by "
+        "itself, so that generation reads this model's merged alone"
     )
     assert found == f"{LORA}.rank=16 and {LORA}.merge=false do not go together: {why}; try: {LORA}.merge=true"
     assert with_merge_chosen(case.config, [f"{LORA}.merge"])[1] == []

@@ -114,3 +114,50 @@ def test_experts_take_adapters_where_they_are_named(targets, has, monkeypatch):
     config.is_lora_enabled = True
     config.__post_init__()
     assert config.is_lora_enabled == has
+
+
+def test_kernels_of_experts_on_cpus_add_no_adapters():
+    """The reason why adapters of experts are merged on CPUs: if this fails, vLLM can add them. Would not catch a kernel
+    of another file.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
+
+    kernels = [each for each in vars(cpu_moe).values() if isinstance(each, type)]
+    kernels = [
+        each for each in kernels if issubclass(each, FusedMoEExpertsModular) and each.__module__ == cpu_moe.__name__
+    ]
+    assert kernels and not any(each.supports_lora() for each in kernels)
+
+
+def test_latent_attention_multiplies_with_a_weight_without_its_adapter():
+    """The reason why adapters of kv_b_proj are merged: vLLM reads the weight alone, whatever a layer around it adds. If
+    this fails, vLLM may have one. Would not catch one that is added to the parts later.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
+    from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    base = torch.nn.Linear(4, 2 * (3 + 5), bias=False)
+    base.quant_method = UnquantizedLinearMethod()
+    layer = ColumnParallelLinearWithLoRA.__new__(ColumnParallelLinearWithLoRA)
+    BaseLayerWithLoRA.__init__(layer)
+    layer.base_layer = base
+    layer.lora_a_stacked, layer.lora_b_stacked = (torch.ones(1, 1, 8, 4),), (torch.ones(1, 1, 16, 8),)
+    keys, values = split_kv_b_proj(layer, torch.float32, 4, 2, 3, 5)
+    assert torch.equal(torch.cat([keys, values], -1).flatten(1), base.weight.t())
+
+
+def test_projections_of_the_gated_delta_rule_have_several_buffers():
+    """The reason why they are merged: queries, keys and values of one B are three parts in vLLM, and A is there thrice.
+    Would not catch a buffer for all of them next to these.
+    """
+    from vllm.lora.layers import MergedColumnParallelLinearWithLoRA
+
+    layer = MergedColumnParallelLinearWithLoRA.__new__(MergedColumnParallelLinearWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.output_sizes, layer.n_slices = [2, 2, 3, 4], 4
+    a, b = torch.ones(RANK, INPUTS), torch.arange(7.0 * RANK).view(7, RANK)
+    downs, ups = layer.expand_packed_lora([a, a], [b, torch.ones(4, RANK)])
+    assert [len(each) for each in ups] == layer.output_sizes and torch.equal(torch.cat(ups[:3]), b)
+    assert len(downs) == 4

@@ -131,17 +131,17 @@ def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
 
 
 def merged_alone(specs: Mapping[str, ParamSpec]) -> str:
-    """A matrix next to which vLLM has no adapter, so that generation reads this model merged; "" if there is none.
-
-    vLLM multiplies with parts of kv_b_proj by itself, has other names for the projections of the gated delta rule, and
-    wants an adapter of v_proj next to those of q_proj and k_proj.
-    """
-    for each in projections_of(specs):
-        linear = each.linear.rpartition(".")[2]
-        lacks_values = linear == INPUTS and len(set(specs[each.weight].hf_names)) == 2
-        if not each.is_expert and (linear not in LINEARS or lacks_values):
-            return each.name
-    return ""
+    """Return why generation reads adapters of this model merged alone; "" where vLLM adds them to its own products."""
+    linears = [each for each in projections_of(specs) if not each.is_expert]
+    first = {each.linear.rpartition(".")[2]: each.name for each in reversed(linears)}
+    if "linear_kv_up" in first:
+        return f"vLLM has no adapter for {first['linear_kv_up']}, with parts of whose weight it multiplies by itself"
+    if "linear_qkvz" in first:
+        return f"vLLM has the adapter of {first['linear_qkvz']} in several buffers, and training has it in one"
+    for each in linears:
+        if each.linear.endswith(INPUTS) and len(set(specs[each.weight].hf_names)) == 2:
+            return f"vLLM has an adapter for {each.name} together with one of values alone, which have no linear there"
+    return next((f"vLLM has no adapter for {name}" for linear, name in first.items() if linear not in LINEARS), "")
 
 
 def _own(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:

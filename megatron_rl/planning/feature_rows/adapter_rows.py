@@ -49,8 +49,8 @@ def _merged_alone(run: RunFacts, use: Use) -> str:
         return "FP8 rollouts read the sum of weights and adapters, rounded once"
     if model.parts.family.inside is not None:
         return "the language model is inside of a larger one, of which generation reads adapters merged alone"
-    name = merged_alone(model.parts.specs)
-    return f"vLLM has no adapter for {name}, so that generation reads this model's merged alone" if name else ""
+    why = merged_alone(model.parts.specs)
+    return f"{why}, so that generation reads this model's merged alone" if why else ""
 
 
 def routed_targets(run: RunFacts, role: RoleSpec) -> tuple[list[Projection], list[Projection]]:
@@ -82,7 +82,7 @@ def _unmerged(run: RunFacts, use: Use) -> str:
         return ""
     _, routed = routed_targets(run, role)
     return (
-        f"they reach routed experts, such as {routed[0].name}, and generation reads adapters of experts merged alone; "
+        f"they reach routed experts, such as {routed[0].name}, and vLLM's kernels of experts on CPUs add no adapters; "
         f"{lora_key(role)}.exclude_modules={shown([*role.lora.exclude_modules, ROUTED])} gives them none"
     )
 
@@ -96,7 +96,7 @@ def merge_choices(run: RunFacts) -> Iterator[tuple[RoleSpec, str]]:
         if why := _merged_alone(run, use):
             yield role, why
         elif routed_targets(run, role)[1] and _unmerged(run, use):
-            yield role, "generation reads adapters of routed experts merged alone"
+            yield role, "vLLM's kernels of experts on CPUs add no adapters"
 
 
 def _merge(run: RunFacts, use: Use) -> Settings:
