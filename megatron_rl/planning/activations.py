@@ -52,20 +52,14 @@ class MeanLayer:
         """Return how many of `saved_bytes` are not kept where a module is recomputed: core_attn, mlp or moe."""
         return self._mean(lambda layer: layer.again_bytes(block, self.cut, module))
 
-    def transient_bytes(self, block: LayerBlock, *, backward: bool) -> float:
-        """Return the bytes that a running layer holds for a moment."""
-        return max(layer.running_bytes(block, self.cut, backward=backward) for layer, _ in self.kinds)
-
-    def exchanged_bytes(self, block: LayerBlock, cp_size: int, way: str, *, backward: bool) -> float:
-        """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them.
-
-        way: `cp_comm_type`.
-        """
-        if cp_size == 1 or way == "a2a":
-            return 0.0
-        num_ranks = 2 if way == "p2p" else cp_size
+    def transient_bytes(self, block: LayerBlock, *, backward: bool, way: str = "a2a") -> float:
+        """Return the bytes that a running layer holds for a moment. way: `cp_comm_type`."""
+        num_exchanged = 0
+        if block.num_sharing > 1 and way != "a2a":
+            num_exchanged = 2 if way == "p2p" else block.num_sharing
         return max(
-            layer.attention.exchanged_bytes(block, self.cut, num_ranks, backward=backward) for layer, _ in self.kinds
+            layer.running_bytes(block, self.cut, backward=backward, num_exchanged=num_exchanged)
+            for layer, _ in self.kinds
         )
 
     def share_again(self, modules: tuple[str, ...]) -> float:

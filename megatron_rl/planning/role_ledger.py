@@ -129,7 +129,7 @@ class RoleLedger:
     def layer(self) -> MeanLayer:
         """Costs of one layer on a rank."""
         grid = self.grid
-        cut = Cut(grid.tp_size, grid.expert_tp_size, self.role.megatron.sequence_parallel, self.element)
+        cut = Cut(grid.tp_size, grid.expert_tp_size, self.role.megatron.sequence_parallel, self.element, grid.ep_size)
         return MeanLayer(tuple(self.model.kinds.items()), cut)
 
     def recomputed_share(self, recompute: Recompute | None = None) -> float:
@@ -271,14 +271,10 @@ class RoleLedger:
             [passes_of(self.config, role, kind, pass_spec, dp_size, multiple, cp) for cp, dp_size in sizes.items()]
         )
 
-    def _exchanged_keys(self, block: LayerBlock, *, backward: bool) -> float:
-        """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them."""
-        grid, way = self.grid, self.role.megatron.override_transformer_config.cp_comm_type
-        return self.layer.exchanged_bytes(block, grid.most_sharing or grid.cp_size, way, backward=backward)
-
     def _running(self, block: LayerBlock, *, backward: bool) -> float:
         """Return the bytes that a running layer holds for a moment."""
-        running = self.layer.transient_bytes(block, backward=backward) + self._exchanged_keys(block, backward=backward)
+        way = self.role.megatron.override_transformer_config.cp_comm_type
+        running = self.layer.transient_bytes(block, backward=backward, way=way)
         if self.adapters is None:
             return running
         return running + self.adapters.running_bytes(block, self.layer.cut, backward=backward)
@@ -416,7 +412,7 @@ def blocks_of(
     # With CP the chunks of a rank are gathered as they are, without padding.
     is_packed = pass_spec.remove_padding and cp_size == 1
     scored = most_scored(length, min(length, response), cp_size)
-    return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
+    return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length, cp_size), -(-share // rows))
 
 
 def largest_of(passes: Sequence[Passes]) -> Passes:
@@ -430,6 +426,7 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
         max(block.response_tokens for block in blocks),
         any(block.is_packed for block in blocks),
         max(block.longest for block in blocks),
+        max(block.num_sharing for block in blocks),
     )
     return Passes(largest, max(each.num_blocks for each in passes))
 

@@ -255,7 +255,7 @@ def test_the_longest_sequence_that_fits(config):
     set_dynamic(config, 2)
     set_all(config, dynamic_context_parallel=False, dtype="bfloat16")
     config.actor_rollout_ref.rollout.kv_cache_memory_bytes = 10**8
-    hardware = replace(load_hardware("h100"), memory_bytes=6 * 10**8, context_bytes=0)
+    hardware = replace(load_hardware("h100"), memory_bytes=5 * 10**8, context_bytes=0)
 
     def longest() -> LongestSequence:
         models = RunModels(config)

@@ -191,8 +191,14 @@ class ExpertsMLP(LayerPart):
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
         rows, ffn = block.tokens * self._routed(cut), self.ffn // cut.expert_tp_size
         shared = self.shared // cut.tp_size * block.tokens
-        # Until the experts have answered, what was sent, received and sorted stays, next to the responses, twice.
-        answered = 0.0 if backward else rows * (5 * self.hidden + ffn)
+        # Rows that another rank sends, and those that are sorted by expert, are tensors of their own.
+        copies = (cut.ep_size * cut.expert_tp_size > 1) + (self.num_experts > cut.ep_size)
+        # Until the experts have answered, what was sent, received and sorted stays, next to the responses, twice. In
+        # backward so do gradients of responses, until they are weighted; what was sorted is counted as kept.
+        answered = rows * (2 + copies) * self.hidden
+        if not backward:
+            own = block.tokens * cut.sequence_share * self.hidden  # the block's input, and what shared experts answer
+            answered += rows * (self.hidden + ffn) + own * (1 + (self.shared > 0))
         return max(rows * ffn * (4 + backward), answered, shared * (3 + backward))
 
     def columns(self, cut: Cut) -> float:

@@ -133,17 +133,27 @@ class GatedDelta(AttentionPart):
         return kept * cut.element
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        return 0.0
+        """Forward: projections, and what is kept of them, which are copies. Backward: the gradient of the output."""
+        tokens, values = block.tokens // cut.tp_size, self.value_columns
+        return tokens * (values if backward else 2 * (self.channels + values + 2 * self.num_values))
 
     def products_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        """Bytes of the rule in float32 over a bucket of segments, taken as all of them. Backward keeps what it makes
-        again, and makes gradients of some.
+        """Bytes of the rule in float32 over a bucket of segments, taken as all of them.
+
+        Forward: its convolution, or its last step. Backward, where it has made all of that again: the first gradients
+        of chunks, each as large as what it is a gradient of, while two of one tensor are added up.
         """
-        values, channels = self.num_values // cut.tp_size, self.channels // cut.tp_size
-        of_keys, of_values, of_pairs, of_channels = (8, 6, 8, 4) if backward else (4, 3, 3, 1)
-        per_head = of_keys * self.key_size + of_values * self.value_size + of_pairs * CHUNK
-        states = values * self.key_size * self.value_size * (2 * block.slots / CHUNK if backward else 2)
-        return FP32 * (block.slots * (values * per_head + of_channels * channels) + states)
+        heads, channels = self.num_values // cut.tp_size, self.channels // cut.tp_size
+        keys, values, pairs = (heads * size for size in (self.key_size, self.value_size, CHUNK))
+        states = heads * self.key_size * self.value_size
+        if not backward:
+            convolution = (4 + (cut.element != FP32)) * channels
+            last = channels + 4 * keys + 4 * values + 3 * pairs
+            return FP32 * (block.slots * max(convolution, last) + 2 * states)
+        made = 3 * channels + 5 * keys + 2 * values + 6 * pairs + states / CHUNK
+        outputs = values * (1 + cut.element / FP32)  # and their gradients
+        gradients = 3 * keys + values + pairs + 2 * max(keys, values)
+        return FP32 * block.slots * (made + outputs + gradients)
 
     def columns(self, cut: Cut) -> float:
         return (self.channels + 2 * self.value_columns + 2 * self.num_values) // cut.tp_size

@@ -109,6 +109,9 @@ class LatentAttention(AttentionPart):
         inner = block.tokens * cut.sequence_share * ((2 * ranks + self.rope) * cut.element + 2 * FP32)
         value, up = heads * self.value, heads * (self.nope + self.value)
         statistics = block.slots * heads * FP32
+        if block.num_sharing > 1 or (block.is_packed and not cut.copies(block)):
+            # Values and outputs are as wide as keys, and the output is copied without that.
+            return inner + statistics + block.tokens * (4 * q + value) * cut.element
         if cut.copies(block):
             return inner + statistics + (block.slots * (2 * q + 2 * value) + block.tokens * value) * cut.element
         return inner + statistics + block.tokens * (2 * q + up + 2 * value) * cut.element

@@ -71,14 +71,22 @@ class Layer:
         """How many of `kept_bytes` are not kept where `module` of `recompute_modules` is recomputed."""
         return sum(part.again_bytes(block, cut, module) for part in self.parts)
 
-    def running_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        """Bytes that the running layer holds for a moment: the widest step of its parts."""
-        widest = max(part.widest_elements(block, cut, backward=backward) for part in self.parts)
-        products = sum(part.products_bytes(block, cut, backward=backward) for part in self.parts)
+    def running_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool, num_exchanged: int = 0) -> float:
+        """Bytes that the running layer holds for a moment: the widest step of its parts, which run one after the other.
+
+        num_exchanged: context-parallel ranks whose keys are there while attention reads them; 0: none.
+        """
+        attention, mlp = (
+            part.widest_elements(block, cut, backward=backward) * cut.element
+            + part.products_bytes(block, cut, backward=backward)
+            for part in self.parts
+        )
+        if num_exchanged:
+            attention += self.attention.exchanged_bytes(block, cut, num_exchanged, backward=backward)
         if backward:
             # What the MLP kept is gone when attention's backward runs.
-            products = max(0.0, products - self.mlp.kept_bytes(block, cut))
-        return (widest + 2 * self.hidden * block.tokens) * cut.element + products
+            attention -= self.mlp.kept_bytes(block, cut)
+        return max(attention, mlp) + 2 * self.hidden * block.tokens * cut.element
 
     def share_again(self, cut: Cut, modules: tuple[str, ...]) -> float:
         """Share of the layer's matrix products in recomputed modules; core attention counts as none."""

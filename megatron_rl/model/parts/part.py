@@ -21,7 +21,8 @@ class LayerBlock:
     """A micro-batch on one rank.
 
     tokens: packed or padded. slots: tokens in attention, which pads where no kernel takes segments of any length.
-    response_tokens: scored tokens, whose logits are needed. longest: tokens of the longest segment.
+    response_tokens: scored tokens, whose logits are needed. longest: tokens of the longest segment. num_sharing: ranks
+    that share its sequences (context parallelism).
     """
 
     tokens: int
@@ -29,11 +30,12 @@ class LayerBlock:
     response_tokens: int
     is_packed: bool
     longest: int = 0
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How ranks share a layer. element: bytes of a parameter and of an activation.
+    """How ranks share a layer. element: bytes of a parameter and of an activation. ep_size: ranks that share experts.
 
     sequence_parallel: activations between the TP regions are split over the TP ranks.
     """
@@ -42,6 +44,7 @@ class Cut:
     expert_tp_size: int = 1
     sequence_parallel: bool = False
     element: int = FP32
+    ep_size: int = 1
 
     @property
     def sequence_share(self) -> float:
