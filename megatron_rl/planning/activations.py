@@ -54,13 +54,29 @@ class MeanLayer:
 
     def transient_bytes(self, block: LayerBlock, *, backward: bool, way: str = "a2a") -> float:
         """Return the bytes that a running layer holds for a moment. way: `cp_comm_type`."""
+        return max(self._running_bytes(layer, block, way, backward=backward) for layer, _ in self.kinds)
+
+    def backward_bytes(self, block: LayerBlock, way: str, chunk: Sequence[Layer], recompute: Recompute) -> float:
+        """Return the most that the backward of a chunk's layers, its last one first, adds to what all of them keep: a
+        layer adds what it holds for a moment, and those after it have freed what they kept. way: `cp_comm_type`.
+        """
+        added, freed, kinds = [], 0.0, dict.fromkeys(chunk)
+        for number, layer in reversed(list(enumerate(chunk))):
+            if layer in kinds:  # one before it of the same kind adds less
+                del kinds[layer]
+                added.append(self._running_bytes(layer, block, way, backward=True) - freed)
+            if not kinds:
+                break
+            if number >= recompute.again(len(chunk)):
+                again = sum(layer.again_bytes(block, self.cut, part) for part in recompute.parts)
+                freed += layer.kept_bytes(block, self.cut) - again
+        return max(added)
+
+    def _running_bytes(self, layer: Layer, block: LayerBlock, way: str, *, backward: bool) -> float:
         num_exchanged = 0
         if block.num_sharing > 1 and way != "a2a":
             num_exchanged = 2 if way == "p2p" else block.num_sharing
-        return max(
-            layer.running_bytes(block, self.cut, backward=backward, num_exchanged=num_exchanged)
-            for layer, _ in self.kinds
-        )
+        return layer.running_bytes(block, self.cut, backward=backward, num_exchanged=num_exchanged)
 
     def share_again(self, modules: tuple[str, ...]) -> float:
         """Return the share of a layer's matrix products in recomputed modules."""

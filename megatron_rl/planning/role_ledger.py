@@ -271,13 +271,9 @@ class RoleLedger:
             [passes_of(self.config, role, kind, pass_spec, dp_size, multiple, cp) for cp, dp_size in sizes.items()]
         )
 
-    def _running(self, block: LayerBlock, *, backward: bool) -> float:
-        """Return the bytes that a running layer holds for a moment."""
-        way = self.role.megatron.override_transformer_config.cp_comm_type
-        running = self.layer.transient_bytes(block, backward=backward, way=way)
-        if self.adapters is None:
-            return running
-        return running + self.adapters.running_bytes(block, self.layer.cut, backward=backward)
+    def _of_adapters(self, block: LayerBlock, *, backward: bool) -> float:
+        """Return the bytes that a running layer's adapters hold for a moment."""
+        return 0.0 if self.adapters is None else self.adapters.running_bytes(block, self.layer.cut, backward=backward)
 
     def _head(self, pp_rank: int, block: LayerBlock, num_chunks: int) -> Held:
         """Return the logits of `num_chunks` chunks that exist at the same time, and the scored hidden states."""
@@ -325,7 +321,8 @@ class RoleLedger:
         layer, block = self.layer, passes.block
         head = self._head(pp_rank, block, CHUNKS_FORWARD if self.teaching.makes_logits else 0)
         hidden = 2 * block.tokens * layer.hidden * layer.element
-        running = self._running(block, backward=False)
+        way = self.role.megatron.override_transformer_config.cp_comm_type
+        running = layer.transient_bytes(block, backward=False, way=way) + self._of_adapters(block, backward=False)
         # The schedule keeps what the head was given until the next micro-batch has passed it.
         previous = hidden // 2 if head and passes.num_blocks > 1 else 0
         held = {"activations": int(max(hidden + running - sum(head.values()), hidden)) + previous, **head}
@@ -347,7 +344,10 @@ class RoleLedger:
         saved += self.adapters.kept_bytes(block, layer.cut) if self.adapters else 0.0
         kept = alive * (recompute.kept_bytes(max(chunks), hidden, saved) + 2 * hidden)
         made = recompute.made_bytes(max(chunks), saved) + max(parts, default=0.0)
-        running = made + self._running(block, backward=True)
+        way, layers = self.role.megatron.override_transformer_config.cp_comm_type, self.model.layers
+        in_chunks = [layers[numbers.start : numbers.stop] for numbers in self.stages.layers(pp_rank)]
+        running = made + max(layer.backward_bytes(block, way, chunk, recompute) for chunk in in_chunks)
+        running += self._of_adapters(block, backward=True)
         read = block.response_tokens * self.grid.cp_size * self.teaching.read
         # The columns of all micro-batches are cut from the batch at once, on the host.
         columns = {COLUMNS: read * passes.num_blocks} if read and self._on_cpu else {}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from storage_meter import StorageMeter
 
 from megatron_rl.model.delta_rule import DeltaCore, HeadSizes, chunked_delta_rule
+from megatron_rl.model.parts import Cut, GatedDelta, LayerBlock
 from megatron_rl.model.segments import Segments, to_slots, to_tokens
 
 SIZES = HeadSizes(num_keys=2, num_values=4, key=16, value=24)
@@ -119,3 +121,22 @@ def test_only_inputs_are_kept():
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         DeltaCore.apply(*inputs, SIZES)
     assert set(kept) == own
+
+
+@pytest.mark.parametrize("heads", [HeadSizes(2, 4, 64, 64), HeadSizes(4, 4, 32, 64), HeadSizes(1, 8, 64, 16)])
+def test_planned_bytes_are_those_of_the_rule(heads):
+    """Within 4% of all tensors that live at the same time over 1,024 tokens in bfloat16, forward and backward: the
+    plan leaves out numbers of a head. Would not catch what kernels take inside.
+    """
+    num_tokens, shapes = 1024, (sum(heads.sections), heads.num_values, heads.num_values)
+    inputs = [torch.randn(1, num_tokens, size, dtype=torch.bfloat16, requires_grad=True) for size in shapes]
+    inputs += [torch.randn(sum(heads.sections), 1, 4, requires_grad=True)]
+    inputs += [torch.randn(heads.num_values, requires_grad=True) for _ in range(2)]
+    part, block = GatedDelta(64, *heads, width=4), LayerBlock(num_tokens, num_tokens, 0, is_packed=True)
+    with torch.no_grad(), StorageMeter(inputs, lambda: 0) as forward:
+        DeltaCore.apply(*inputs, heads)
+    out = DeltaCore.apply(*inputs, heads)
+    with StorageMeter(inputs, lambda: 0) as backward:
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    planned = [part.products_bytes(block, Cut(element=2), backward=way) for way in (False, True)]
+    assert [forward.peak, backward.peak] == pytest.approx(planned, rel=0.04)

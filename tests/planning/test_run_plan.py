@@ -14,7 +14,7 @@ from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.parts import Cut, GatedMLP, GroupedAttention, Layer, LayerBlock
-from megatron_rl.planning.activations import MeanLayer, in_flight
+from megatron_rl.planning.activations import MeanLayer, Recompute, in_flight
 from megatron_rl.planning.fitting_changes import changes_as_json
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory import plan_stages
@@ -220,6 +220,23 @@ def test_saved_tensors_of_one_layer(sequence_parallel, expected):
     attention = 2 * 3584 + 2 * 7168 + 896 + 5376
     mlp = 32256 + 16128
     assert layer.saved_bytes(LayerBlock(42, 56, 17, is_packed=True)) == expected + attention + mlp
+
+
+def test_later_layers_have_freed_what_they_kept():
+    """A wide layer before two narrow ones: its backward is the largest moment only where they kept nothing.
+
+    Would not catch an order of layers that the model does not have.
+    """
+    wide = dataclasses.replace(LAYER, mlp=GatedMLP(64, 640))
+    block, cut = LayerBlock(40, 40, 20, is_packed=False), Cut(element=2)
+    layer = MeanLayer(((wide, 1), (LAYER, 2)), cut)
+    of_wide, of_narrow = (each.running_bytes(block, cut, backward=True) for each in (wide, LAYER))
+    freed = 2 * LAYER.kept_bytes(block, cut)
+    assert of_wide > of_narrow > of_wide - freed
+    chunk = (wide, LAYER, LAYER)
+    assert layer.backward_bytes(block, "p2p", chunk, Recompute()) == of_narrow
+    assert layer.backward_bytes(block, "p2p", chunk, Recompute("uniform", 1)) == of_wide
+    assert layer.backward_bytes(block, "p2p", chunk[::-1], Recompute()) == of_wide
 
 
 RECOMPUTE = f"{MEGATRON}.override_transformer_config.recompute"

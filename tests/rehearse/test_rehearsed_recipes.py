@@ -16,6 +16,7 @@ from sweeps import WEEKLY, marks_of
 from megatron_rl.cluster.stale_processes import living
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
+from megatron_rl.rehearse.fewer_layers import read_settings
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = "configs/llama3_70b_ppo.yaml"
@@ -163,6 +164,108 @@ def test_passes_of_two_groups_leave_nothing(tmp_path):
         # As without context parallelism: one a layer of experts and forward pass, and counts of experts.
         assert waits_of_each_block(found, "old_log_prob") == 1
         assert waits_of_each_block(found, "update_actor") <= 2 + 1
+
+
+YARN = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0}
+KIMI = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "hidden_size": 896,
+    "intermediate_size": 2304,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 48,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 131072,
+    "vocab_size": 20480,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_theta": 50000.0,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+"""Kimi-K2 with an eighth of its width and two layers, a dense one and one of experts."""
+NARROW_GPT_OSS = {"hidden_size": 720, "intermediate_size": 720, "num_attention_heads": 8, "num_key_value_heads": 2}
+NARROW_QWEN3_5 = {
+    "hidden_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 32,
+    "num_attention_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "full_attention_interval": 2,
+}
+SHORT = {"num_hidden_layers": 2, "vocab_size": 20480, "eos_token_id": 2, "pad_token_id": 1}
+LONG_SHAPES = {
+    "kimi-k2": lambda: KIMI,
+    "gpt-oss": lambda: read_settings(f"{REPOSITORY}/configs/models/gpt-oss-20b") | NARROW_GPT_OSS | SHORT,
+    "qwen3.5": lambda: {
+        **(whole := read_settings(f"{REPOSITORY}/configs/models/qwen3.5-35b-a3b")),
+        "text_config": whole["text_config"] | NARROW_QWEN3_5 | SHORT,
+    },
+}
+"""Name -> config.json of a narrow model of two layers, one of each kind."""
+
+
+def long_case(shape, num_tokens, *keys):
+    """A case of `test_long_sequences`; 131,072 tokens take minutes."""
+    marks = (pytest.mark.exhaustive, pytest.mark.weekly) if num_tokens > 10_000 else (pytest.mark.exhaustive,)
+    return pytest.param(shape, num_tokens, keys, marks=marks)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "keys"),
+    [
+        long_case("qwen3.5", 8192, "context_parallel_size=2", "tensor_model_parallel_size=2", "sequence_parallel=true"),
+        *(long_case(shape, 131072, "context_parallel_size=4") for shape in LONG_SHAPES),
+        long_case("kimi-k2", 131072, "context_parallel_size=4", "expert_model_parallel_size=4"),
+    ],
+)
+def test_long_sequences(tmp_path, shape, num_tokens, keys):
+    """Sequences that ranks share: peaks of all passes within 10% of the plan, both ways, without weights too.
+
+    Would not catch what a wider model holds otherwise.
+    """
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(LONG_SHAPES[shape]()))
+    actor, rollout, size = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", int(keys[0].split("=")[1])
+    one = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "expert_model_parallel_size": 1}
+    layout = one | {"dynamic_context_parallel": False} | dict(key.split("=") for key in keys)
+    options = (
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        *("trainer.nnodes=1", "trainer.n_gpus_per_node=4", f"data.max_response_length={num_tokens - 4096}"),
+        f"{rollout}.tensor_model_parallel_size={layout['tensor_model_parallel_size']}",
+        f"{actor}.ppo_max_token_len_per_gpu={num_tokens // size}",
+        f"{actor}.megatron.override_transformer_config.recompute_granularity=null",
+        f"{actor}.megatron.override_transformer_config.recompute_method=null",
+        f"{actor}.megatron.override_transformer_config.recompute_num_layers=null",
+        *(f"{actor}.megatron.{key}={str(value).lower()}" for key, value in layout.items()),
+    )
+    recipe = "configs/recipes/qwen3_30b_a3b_128k_grpo.yaml"
+    answer = rehearse(tmp_path / "out", "--ranks", "0", "--jobs", "1", "--json", *options, config=recipe)
+    peaks = {peak["phase"]: (peak["rehearsed"], peak["planned"]) for peak in json.loads(answer.stdout)["peaks"]}
+    for phase in ("old_log_prob", "ref", "update_actor"):
+        weights = sum(report(tmp_path / "out", 0)["phases"][phase]["owned"].values())
+        rehearsed, planned = (size - weights for size in peaks[phase])
+        assert rehearsed == pytest.approx(planned, rel=0.1), phase
 
 
 SPLIT = ("pools={rollout: {nnodes: 1, n_gpus_per_node: 8}}", "actor_rollout_ref.rollout.pool=rollout")

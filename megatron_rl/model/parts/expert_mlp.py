@@ -199,7 +199,12 @@ class ExpertsMLP(LayerPart):
         if not backward:
             own = block.tokens * cut.sequence_share * self.hidden  # the block's input, and what shared experts answer
             answered += rows * (self.hidden + ffn) + own * (1 + (self.shared > 0))
-        return max(rows * ffn * (4 + backward), answered, shared * (3 + backward))
+        gated = rows * ffn * (4 + backward)
+        if self.names.stacks is not None and cut.element != FP32:  # all experts at once, as on GPUs
+            # Forward: a product, the biases of its rows, and their sum. Backward: nine tensors of a bounded gate, when
+            # the gate's and the experts' outputs are gone.
+            gated = rows * (8 * ffn - self.hidden if backward else (1 + copies) * self.hidden + 6 * ffn)
+        return max(gated, answered, shared * (3 + backward))
 
     def columns(self, cut: Cut) -> float:
         return 3 * (self.ffn // cut.expert_tp_size) * self._routed(cut)

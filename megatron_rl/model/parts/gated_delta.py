@@ -133,9 +133,12 @@ class GatedDelta(AttentionPart):
         return kept * cut.element
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        """Forward: projections, and what is kept of them, which are copies. Backward: the gradient of the output."""
+        """Forward: projections, their kept copies, and those that ranks exchange. Backward: the output's gradient."""
         tokens, values = block.tokens // cut.tp_size, self.value_columns
-        return tokens * (values if backward else 2 * (self.channels + values + 2 * self.num_values))
+        if backward:
+            return tokens * values
+        inputs = self.channels + 2 * self.num_values
+        return tokens * ((2 + (block.num_sharing > 1)) * inputs + 2 * values)
 
     def products_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
         """Bytes of the rule in float32 over a bucket of segments, taken as all of them.
