@@ -13,7 +13,14 @@ from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, Violation, shown
 from megatron_rl.model.families import HEAD
-from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, adapter_specs, projections_of
+from megatron_rl.model.families.adapter_params import (
+    ALL_LINEAR,
+    ENGINE_RANKS,
+    Projection,
+    adapter_specs,
+    projections_of,
+    stored_stacks,
+)
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.feature_rows.adapter_rows import lora_key
 from megatron_rl.planning.model_folder import ModelSizes
@@ -55,17 +62,8 @@ def _value_problems(role: RoleSpec, key: str) -> Iterable[Violation]:
 def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Violation]:
     """Names that match nothing, linears that are left without adapters, and matrices smaller than the rank."""
     lora, candidates = role.lora, projections_of(model.parts.specs)
-    names = sorted({alias for each in candidates for alias in each.aliases})
-    unknown = False
-    for name in ("target_modules", "exclude_modules"):
-        given = getattr(lora, name)
-        wrong = [pattern for pattern in given if not any(each.matches(pattern) for each in candidates)]
-        if wrong:
-            unknown = True
-            mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in given))
-            rule = f"names no linear of {model.path} with {', '.join(wrong)}; it has {', '.join(names)}"
-            yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended}, wrong_name=True)
-    if unknown:
+    if unknown := [*_name_problems(lora, key, model)]:
+        yield from unknown
         return
     targets = [each for each in candidates if any(each.matches(pattern) for pattern in lora.target_modules)]
     left = [each for each in targets if not any(each.matches(pattern) for pattern in lora.exclude_modules)]
@@ -90,6 +88,25 @@ def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Vi
         rows, columns = small.shape
         rule = f"must be <= {widest}, the smaller side of {small.name} [{rows}, {columns}] of {model.path}"
         yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": widest})
+
+
+def _name_problems(lora: LoraConfig, key: str, model: ModelSizes) -> Iterable[Violation]:
+    """Names of no linear, and those of experts that a folder has in stacks."""
+    candidates, stacks = projections_of(model.parts.specs), stored_stacks(model.parts.specs)
+    names = sorted({alias for each in candidates for alias in each.aliases})
+    for name in ("target_modules", "exclude_modules"):
+        given = getattr(lora, name)
+        wrong = [pattern for pattern in given if not any(each.matches(pattern) for each in candidates)]
+        stacked = [pattern for pattern in wrong if any(each.matches(pattern) for each in stacks)]
+        others = (each for each in given if each not in stacked)
+        mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in others))
+        if stacked:
+            rule = f"names stacked experts of {model.path} with {', '.join(stacked)}, which have no adapters"
+            mended = mended or ([ALL_LINEAR] if name == "target_modules" else [])
+            yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended})
+        elif wrong:
+            rule = f"names no linear of {model.path} with {', '.join(wrong)}; it has {', '.join(names)}"
+            yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended}, wrong_name=True)
 
 
 def _half_problems(key: str, lora: LoraConfig, left: Sequence[Projection]) -> Iterable[Violation]:

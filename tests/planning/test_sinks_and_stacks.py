@@ -52,6 +52,28 @@ def test_a_published_config_is_accepted(sinks_config, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "given", "offered"),
+    [
+        ("target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ["linear_qkv", "linear_proj"]),
+        ("target_modules", ["gate_up_proj"], ["all-linear"]),
+        ("exclude_modules", ["*.experts.*"], []),
+    ],
+)
+def test_adapters_of_stacked_experts_are_refused_by_name(name, given, offered, sinks_config, tmp_path) -> None:
+    """The default among them; what is offered is accepted. Would not catch stacks that are not transposed."""
+    lora = sinks_config.actor_rollout_ref.model.lora
+    lora.rank = 8
+    if name == "exclude_modules":
+        lora.target_modules = ["all-linear"]
+    setattr(lora, name, given)
+    (found,) = problems(sinks_config)
+    assert "names stacked experts of " in found and "which have no adapters; " in found
+    assert found.endswith(f"try: {offered}")
+    setattr(lora, name, offered)
+    assert problems(sinks_config) == []
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"rope_scaling": None}, "rope_type='default' is not supported; known: yarn"),

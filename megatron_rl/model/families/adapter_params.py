@@ -185,14 +185,19 @@ def module_name(hf_name: str, spec: ParamSpec) -> str:
 def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection]:
     """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none."""
     candidates = projections_of(specs)
-    # A key may name stacks of experts, as its default does. They have no adapters all the same.
-    stored = {name: spec for name, spec in _own(specs).items() if _is_stored_stack(spec)}
-    stacks = _projections({name: spec for name, spec in stored.items() if spec.transposed})
+    # A key may name stacks of experts. They have no adapters all the same: a plan refuses it.
+    stacks = stored_stacks(specs)
     for pattern in [*lora.target_modules, *lora.exclude_modules]:
         if not any(each.matches(pattern) for each in (*candidates, *stacks)):
             names = sorted({alias for each in candidates for alias in each.aliases})
             raise ConfigError(f"{pattern} names no linear of the model; did you mean: {nearest_name(pattern, names)}")
     return [each for each in candidates if _any(each, lora.target_modules) and not _any(each, lora.exclude_modules)]
+
+
+def stored_stacks(specs: Mapping[str, ParamSpec]) -> list[Projection]:
+    """Return the experts that a folder has in transposed stacks, which have no adapters."""
+    stored = {name: spec for name, spec in _own(specs).items() if _is_stored_stack(spec)}
+    return _projections({name: spec for name, spec in stored.items() if spec.transposed})
 
 
 def _any(projection: Projection, patterns: Iterable[str]) -> bool:
