@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
 from megatron_rl.hybrid_engine.block_codes import CODE, E4M3, SCALE, quantize
 from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights, OwnMemory
 from megatron_rl.hybrid_engine.eight_bit_members import own_numel
@@ -41,15 +40,23 @@ class OwnCodes:
     """Codes and scales of one rank's training shards, in memory that can be released. Allocated at first.
 
     trained: name -> the training shard as generation is to read it, such as with adapters merged in; asked for one at a
-    time. codes, scales: the members of both exchanges, whose slots name the places.
+    time. codes, scales: the members of both exchanges, whose slots name the places. stays: the shards do not change, so
+    they are quantized once, and codes and scales stay on the device.
     """
 
     label = "own codes"
 
     def __init__(
-        self, trained: Callable[[str], Tensor], codes: Member, scales: Member, block: int, device: torch.device
+        self,
+        trained: Callable[[str], Tensor],
+        codes: Member,
+        scales: Member,
+        block: int,
+        device: torch.device,
+        stays: bool = False,
     ) -> None:
-        self.block, self._trained = block, trained
+        self.block, self.stays, self._trained = block, stays, trained
+        self.is_made = False
         self.codes = MemoryBuffer(own_numel(codes), CODE, device, OWN_CODES_POOL)
         self.scales = MemoryBuffer(own_numel(scales), SCALE, device, OWN_SCALES_POOL)
         self.weights = [
@@ -64,11 +71,14 @@ class OwnCodes:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Quantize the current weights."""
+        """Quantize the current weights, unless their codes stayed."""
+        if self.is_made:
+            return
         self.codes.allocate()
         self.scales.allocate()
         for weight in self.weights:
             quantize(self._now(weight), self.block, weight.codes, weight.scales)
+        self.is_made = self.stays
 
     @torch.no_grad()
     def stale(self) -> list[str]:
@@ -84,30 +94,32 @@ class OwnCodes:
         return self._trained(weight.name).flatten(0, -2)
 
     def release(self) -> None:
-        """Release the memory; the addresses stay."""
-        self.codes.release()
-        self.scales.release()
+        """Release the memory, unless codes stay; the addresses stay."""
+        if not self.stays:
+            self.codes.release()
+            self.scales.release()
 
 
 class QuantizedWeights(ComposedWeights):
     """A rollout shard of codes, of scales, and of other parts; as `HybridEngine` expects it.
 
-    own: what the exchanges of codes and scales read. parts, made: all others, see `ComposedWeights`. transport: of the
-    exchange group. tensors: codes are e4m3, and scales have the names of vLLM's.
+    own: what the exchanges of codes and scales read. codes, scales: the parts of these exchanges. others, made: all
+    other parts and what is made, see `ComposedWeights`. transport: of the exchange group. tensors: codes are e4m3, and
+    scales have the names of vLLM's.
     """
 
     def __init__(
         self,
         own: OwnCodes,
-        codes: AllGatherPPModel,
-        scales: AllGatherPPModel,
-        parts: Sequence[ComposedPart],
+        codes: ComposedPart,
+        scales: ComposedPart,
+        others: Sequence[ComposedPart],
         made: Sequence[OwnMemory],
         transport: Transport,
     ) -> None:
-        super().__init__([ComposedPart(codes), ComposedPart(scales), *parts], [*made, own])
+        super().__init__([codes, scales, *others], [*made, own])
         self.own, self._transport = own, transport
-        self._codes = {name: tensor.view(E4M3) for name, tensor in codes.tensors.items()}
+        self._codes = {name: tensor.view(E4M3) for name, tensor in codes.exchange.tensors.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

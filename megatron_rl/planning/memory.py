@@ -22,7 +22,7 @@ from megatron_rl.planning.delta_memory import indices, sent_last
 from megatron_rl.planning.eight_bit_transition import product_numel
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
-from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, merged_bytes
+from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, merged_bytes, resident_bytes
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
@@ -115,8 +115,8 @@ class MemoryOfStage:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = arriving_bytes(self.models)
-        elif self.generates and (stays := self.models.receive_buffer_bytes(self.pp_rank, resident_only=True)):
-            held["received shards"] = stays
+        elif self.generates and (stays := resident_bytes(self.models, self.pp_rank)):
+            held |= stays
         elif self.generates and self.config.trainer.device == "cpu" and self.models.actor_role.lora.base_on_host:
             held[ON_HOST] = host_copy_bytes(self.models, self.pp_rank)  # the host is the device
         elif self.is_split and self.pool is self.models.training:

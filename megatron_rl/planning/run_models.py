@@ -170,23 +170,23 @@ class RunModels:
 
     def served_bytes(self, pp_rank: int) -> dict[str, int]:
         """Return what generation reads on a rank of a stage next to training's weights: name -> bytes."""
-        if self.in_eight_bits is None:
-            return {"received shards": self.receive_buffer_bytes(pp_rank)} | merged_bytes(self, pp_rank)
-        members = self.members_of_stage(pp_rank)
-        return {
-            "received shards": max(map(self.in_eight_bits.receive_buffer_bytes, members)),
-            "own codes": max(map(self.in_eight_bits.own_bytes, members)),
-        } | merged_bytes(self, pp_rank, without=eight_bit_names(self.actor.specs))
+        received = {"received shards": self.receive_buffer_bytes(pp_rank)}
+        left_out = set() if self.in_eight_bits is None else eight_bit_names(self.actor.specs)
+        return received | own_codes_bytes(self, pp_rank) | merged_bytes(self, pp_rank, without=left_out)
 
-    def receive_buffer_bytes(self, pp_rank: int, *, resident_only: bool = False) -> int:
-        """Return the bytes of the largest receive buffer on any rank of this pipeline stage, base weights and adapters.
-
-        resident_only: count only what stays allocated between rollouts.
+    def receive_buffer_bytes(self, pp_rank: int, *, with_adapters: bool = True) -> int:
+        """Return the bytes of the largest receive buffers on any rank of this pipeline stage, of base weights and
+        adapters.
         """
-        resident = [self.representative_layers] if self.actor_role.lora.base_stays else []
-        parts = resident if resident_only else self.alike_parts
-        numbers = self.members_of_stage(pp_rank)
-        return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
+        adapters = self._alike_adapters if with_adapters else None
+
+        def received(number: int) -> int:
+            own = 0 if adapters is None else adapters.foreign_numel(number) * self.element
+            if self.in_eight_bits is not None:
+                return own + self.in_eight_bits.receive_buffer_bytes(number)
+            return own + self.representative_layers.foreign_numel(number) * self.element
+
+        return max(map(received, self.members_of_stage(pp_rank)))
 
     def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes for packed messages of a resharding. Contiguous pieces are sent from where they are.
@@ -194,16 +194,16 @@ class RunModels:
         Base and adapters are exchanged one after the other. first: of the resharding that brings a base which stays.
         """
         bucket = bucket_bytes(self.config)
-        if self.in_eight_bits is not None:
-            return self.in_eight_bits.scratch_bytes(self.members_of_stage(pp_rank)[0], bucket, NUM_SCRATCH)
         with_base = first or not self.keeps_base
         key = (pp_rank, bucket, with_base)
         if key not in self._scratch:
-            number = self.members_of_stage(pp_rank)[0]
-            exchanges = [self.exchange if with_base else None, self._adapter_exchange]
-            self._scratch[key] = max(
-                packed_bytes(each, number, bucket, NUM_SCRATCH, self.element) for each in exchanges if each is not None
-            )
+            number, coded = self.members_of_stage(pp_rank)[0], self.in_eight_bits
+            exchanges = [self.exchange if with_base and coded is None else None, self._adapter_exchange]
+            planned = [each for each in exchanges if each is not None]
+            sizes = [packed_bytes(each, number, bucket, NUM_SCRATCH, self.element) for each in planned]
+            if with_base and coded is not None:
+                sizes.append(coded.scratch_bytes(number, bucket, NUM_SCRATCH))
+            self._scratch[key] = max(sizes)
         return self._scratch[key]
 
     @cached_property
@@ -263,11 +263,25 @@ class RunModels:
         return sum(shard_of(tensor, place).numel for tensor in tensors_of(specs).values()) * self.element
 
 
+def resident_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
+    """Return what of a rank's `served_bytes` stays allocated between rollouts."""
+    if not models.actor_role.lora.base_stays:
+        return {}
+    received = {"received shards": models.receive_buffer_bytes(pp_rank, with_adapters=False)}
+    return {name: size for name, size in (received | own_codes_bytes(models, pp_rank)).items() if size}
+
+
+def own_codes_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
+    """Return the most FP8 values and scales of its own shards that a rank of a stage holds; {} if there are none."""
+    coded = models.in_eight_bits
+    return {} if coded is None else {"own codes": max(map(coded.own_bytes, models.members_of_stage(pp_rank)))}
+
+
 def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
     """Return the bytes of the largest copy of received base weights in host memory among a stage's ranks."""
     if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
         return 0
-    return max(map(models.representative_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element
+    return models.receive_buffer_bytes(pp_rank, with_adapters=False)
 
 
 def merged_bytes(models: RunModels, pp_rank: int, without: Collection[str] = ()) -> dict[str, int]:

@@ -44,11 +44,13 @@ class TransitionPlan:
     def of(cls, models: RunModels) -> TransitionPlan:
         """Count the resharding of a run piece by piece."""
         weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
-        if models.placement.is_colocated and models.in_eight_bits is not None:
-            parts = [cls._in_place(models, models.in_eight_bits)]
-        elif models.placement.is_colocated:
+        if models.placement.is_colocated:
             element, pairs = models.element, zip(models.alike_parts, weights, strict=True)
-            moved = (InPlaceTransition(part, element, numel_of(each.params.specs) * element) for part, each in pairs)
+            moved: list[InPlaceTransition | EightBitTransition] = [
+                InPlaceTransition(part, element, numel_of(each.params.specs) * element) for part, each in pairs
+            ]
+            if models.in_eight_bits is not None:
+                moved[0] = models.in_eight_bits
             parts = [cls._in_place(models, each) for each in moved]
         else:
             parts = [cls._between_pools(models, each) for each in weights]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -29,11 +29,12 @@ CODES_POOL, SCALES_POOL = "megatron_rl received FP8 weights", "megatron_rl recei
 
 
 def quantized_weights(
-    actor: Actor, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
+    actor: Actor, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid, adapters: Sequence[ComposedPart]
 ) -> QuantizedWeights:
     """The rollout shard with the actor's linears as codes and scales; collective over each exchange group.
 
-    Everything is allocated, and holds nothing before the first `gather`.
+    Merged adapters are in the codes. adapters: those that generation applies next to the base, which does not change
+    then. Everything is allocated, and holds nothing before the first `gather`.
     """
     specs, block = actor.base.specs, spec.settings.quantization_block_size
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
@@ -42,23 +43,26 @@ def quantized_weights(
     places = source.place, wanted, rank.node
     trained = merged[0].flat(*places) if merged else flat_parameters(actor.base, rank.groups, *places)
     codes, scales, kept = (members[0] for members in tensors.members([trained.member]))
-    own = OwnCodes(_shards_now(actor, spec, trained, tensors), codes, scales, block, rank.device.torch_device)
+    own = OwnCodes(
+        _shards_now(actor, spec, trained, tensors), codes, scales, block, rank.device.torch_device, spec.lora.base_stays
+    )
     transport = Transport(rank.groups.exchange_group)
 
-    def exchange(held: FlatParameters, moved: Mapping[str, LogicalTensor], memory_pool: str) -> AllGatherPPModel:
-        return AllGatherPPModel(
+    def exchange(held: FlatParameters, moved: Mapping[str, LogicalTensor], memory_pool: str) -> ComposedPart:
+        part = AllGatherPPModel(
             held,
             moved,
             Transport(rank.groups.exchange_group),
             bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
             memory_pool=memory_pool,
         )
+        return ComposedPart(part, spec.lora.base_stays, spec.lora.base_on_host)
 
     return QuantizedWeights(
         own,
         exchange(FlatParameters((own.codes.data,), codes), tensors.codes, CODES_POOL),
         exchange(FlatParameters((own.scales.data,), scales), tensors.scales, SCALES_POOL),
-        [ComposedPart(exchange(FlatParameters(trained.buffers, kept), tensors.kept, FOREIGN_POOL))],
+        [exchange(FlatParameters(trained.buffers, kept), tensors.kept, FOREIGN_POOL), *adapters],
         merged,
         transport,
     )

@@ -285,8 +285,6 @@ def shared_weights(
     from megatron_rl.roles.flat_parameters import WeightView, flat_parameters
     from megatron_rl.roles.merged_shards import MergedShards
 
-    if spec.settings.quantization is not None:
-        return quantized_weights(actor, spec, rank, source, grid)
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
 
     def exchanged(
@@ -301,12 +299,16 @@ def shared_weights(
             memory_pool=memory_pool,
         )
 
+    adapters = []
+    if spec.lora.crosses_alone:
+        adapters.append(ComposedPart(exchanged(actor.trained, ADAPTER_POOL), is_adapters=True))
+    if spec.settings.quantization is not None:
+        return quantized_weights(actor, spec, rank, source, grid, adapters)
     if spec.lora.is_merged:
         merged = MergedShards(actor)
         own = merged.flat(source.place, wanted, rank.node)
         return ComposedWeights([ComposedPart(exchanged(actor.base, own=own))], [merged])
     base = exchanged(actor.base)
-    if not spec.lora.rank:
+    if not adapters:
         return base
-    adapters = ComposedPart(exchanged(actor.trained, ADAPTER_POOL), is_adapters=True)
-    return ComposedWeights([ComposedPart(base, spec.lora.base_stays, spec.lora.base_on_host), adapters])
+    return ComposedWeights([ComposedPart(base, spec.lora.base_stays, spec.lora.base_on_host), *adapters])

@@ -280,7 +280,7 @@ def test_no_rule_file_refuses_a_pair_by_hand(path):
 def test_problems_are_in_one_order(base, tmp_path):
     """Twice the same. Would not catch an order that no one expects."""
     case = good_case(tmp_path, base, experts=False)
-    for name in ("lora", "fp8_rollouts", "dropped_weights", "mtp_drafts"):
+    for name in ("cuda_graphs", "fp8_rollouts", "dropped_weights", "mtp_drafts"):
         turn_on(case, FEATURES[name])
     first = problems(case.config)
     assert first == problems(case.config) and len(first) >= 3
