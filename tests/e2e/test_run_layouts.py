@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from command_line import REPOSITORY
 from short_runs import LOCAL, WITHOUT_RAY, metrics
+from tiny_qwen3_5 import save_qwen3_5
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -130,3 +132,39 @@ def test_the_demo_learns_with_rollouts_in_eight_bits(command_line) -> None:
     # The codes did round, and the export has what was trained.
     assert summary["rollout_logprob_diff_max"] > 1e-2 and summary["hf_export_logit_diff_max"] < 1e-4
     assert run.left_over() == []
+
+
+TWO = (
+    f"{MEGATRON}.tensor_model_parallel_size=1",
+    f"{MEGATRON}.pipeline_model_parallel_size=1",
+    "trainer.n_gpus_per_node=2",
+)
+BY_TOKENS = ("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("actor_rollout_ref.actor.use_remove_padding=true",),
+        (*BY_TOKENS, f"{MEGATRON}.dynamic_context_parallel=true"),
+        ("actor_rollout_ref.model.lora.rank=4",),
+    ],
+    ids=["packed", "dynamic", "adapters"],
+)
+def test_delta_layers_over_two_ranks(command_line, tmp_path, keys) -> None:
+    """Qwen3.5's layers with states, whose ranks exchange tokens for heads: two steps, and log-probs as vLLM has them.
+
+    Would not catch an error that training and generation share; the rows of tests/parity would.
+    """
+    demo = json.loads((REPOSITORY / "assets/demo/model/config.json").read_text())
+    tokens = {key: demo[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    model = save_qwen3_5(tmp_path / "model", linear_num_key_heads=4, linear_num_value_heads=8, **tokens)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(REPOSITORY / "assets/demo/model" / name, model)
+    sizes = (*TWO, f"{MEGATRON}.context_parallel_size=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+    run = command_line(*SHORT[:-1], *sizes, WITHOUT_RAY, f"actor_rollout_ref.model.path={model}", *keys)
+    assert run.wait() == 0, run.text()
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["layout"]["cp"] == 2
+    assert 0 < summary["rollout_logprob_diff_max"] < 5e-4
