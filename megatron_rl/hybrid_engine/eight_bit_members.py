@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member, aligned
+from megatron_rl.parallel.byte_tensors import as_bytes_of, bytes_shard
 from megatron_rl.parallel.scale_blocks import SCALES, scales_of, scales_shard
 from megatron_rl.parallel.sharding import LogicalTensor
 
@@ -60,6 +61,23 @@ class EightBitTensors:
             [replace(member, held=self._packed(member, self._scales_slot)) for member in members],
             [replace(member, held=tuple(slot for slot in member.held if slot.name in self.kept)) for member in members],
         )
+
+    def as_bytes(self, element: int) -> dict[str, LogicalTensor]:
+        """Codes, scales and what stays as bytes, so that they are one stream. element: bytes of what stays."""
+        views = ((CODE_BYTES, self.codes), (SCALE_BYTES, self.scales), (element, self.kept))
+        return {name: as_bytes_of(tensor, size) for size, view in views for name, tensor in view.items()}
+
+    def bytes_member(self, member: Member, element: int) -> Member:
+        """A member with its shards of `as_bytes`: codes in buffer 0, scales in buffer 1, then training's buffers."""
+        codes, scales, kept = (members[0] for members in self.members([member]))
+        held = [(CODE_BYTES, 0, slot) for slot in codes.held]
+        held += [(SCALE_BYTES, 1, slot) for slot in scales.held]
+        held += [(element, 2 + slot.buffer, slot) for slot in kept.held]
+        slots = (
+            replace(slot, buffer=buffer, offset=slot.offset * size, shard=bytes_shard(slot.shard, size))
+            for size, buffer, slot in held
+        )
+        return replace(member, held=tuple(slots))
 
     def _scales_slot(self, slot: Slot) -> Slot:
         return replace(slot, name=slot.name + SCALES, shard=scales_shard(slot.shard, self.block))

@@ -22,7 +22,7 @@ from megatron_rl.planning.delta_memory import indices, sent_last
 from megatron_rl.planning.eight_bit_transition import product_numel
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
-from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, merged_bytes, resident_bytes
+from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, made_to_send, resident_bytes
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
@@ -183,9 +183,9 @@ class MemoryOfStage:
             }
         if self.is_split and self.pool is self.models.training:
             bucket = min(bucket_bytes(self.config), held["actor parameters"])
-            merged = merged_bytes(self.models, self.pp_rank)
+            made = made_to_send(self.models, self.pp_rank)
             finding = indices(self.models, held.get(SENT_LAST, 0), bucket)
-            return {RESHARD: held | merged | {"exchange scratch": bucket} | finding | self._kept_by_passes()}
+            return {RESHARD: held | made | {"exchange scratch": bucket} | finding | self._kept_by_passes()}
         return self._in_place(held) if self.generates else {}
 
     def _following(self, held: Held) -> Held:

@@ -10,11 +10,12 @@ from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
-from megatron_rl.model.families import VOCAB_PADDING, Model, eight_bit_names, tensors_of
+from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
-from megatron_rl.parallel.sharding import shard_of
+from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.representative_layers import RepresentativeLayers, one_layer_of_each, packed_bytes
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
@@ -260,7 +261,31 @@ class RunModels:
         """Bytes of the shard that each rank of a rollout in its own pool keeps, rows of padding included."""
         place, adapters = self.rollout.place(0, VOCAB_PADDING), self.actor_adapters
         specs = {**self.actor.specs, **(adapters.params.specs if adapters else {})}
-        return sum(shard_of(tensor, place).numel for tensor in tensors_of(specs).values()) * self.element
+        tensors, size = transferred(self, specs)
+        return sum(shard_of(tensor, place).numel for tensor in tensors.values()) * size
+
+
+def transferred(models: RunModels, specs: Mapping[str, ParamSpec]) -> tuple[Mapping[str, LogicalTensor], int]:
+    """Return parameters as the tensors that go to another pool, and the bytes of one of their elements."""
+    rollout, tensors = models.config.actor_rollout_ref.rollout, tensors_of(specs)
+    if rollout.quantization is None:
+        return tensors, models.element
+    eight_bits = EightBitTensors.of(tensors, eight_bit_names(specs), rollout.quantization_block_size)
+    return eight_bits.as_bytes(models.element), 1
+
+
+def made_to_send(models: RunModels, pp_rank: int) -> dict[str, int]:
+    """Return what a training rank of a stage makes of its shards for another pool: name -> bytes."""
+    rollout, specs, grid = models.config.actor_rollout_ref.rollout, models.actor.specs, models.grid
+    if rollout.quantization is None or models.actor_role.lora.crosses_alone:
+        return merged_bytes(models, pp_rank)
+    per_node, first = models.training.spec.size.num_ranks_per_node, pp_rank * grid.stage_size
+    senders = models.actor_weights.members([first], RolloutGrid(grid, 1), per_node, VOCAB_PADDING)
+    names = eight_bit_names(specs)
+    tensors = EightBitTensors.of(tensors_of(specs), names, rollout.quantization_block_size)
+    (codes,), (scales,), _ = tensors.members(senders)
+    own = CODE_BYTES * own_numel(codes) + SCALE_BYTES * own_numel(scales)
+    return merged_bytes(models, pp_rank, without=names) | {"own codes": own}
 
 
 def resident_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:

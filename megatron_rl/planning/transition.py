@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.model.families import CORRECTION, VOCAB_PADDING, ParamSpec, tensors_of
 from megatron_rl.model.parts import FP32
+from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.parallel.sharding import box_numel, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.representative_layers import InPlaceTransition
-from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.run_models import RunModels, transferred
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import TrainedWeights
 
@@ -74,13 +75,13 @@ class TransitionPlan:
         """Count everything as network traffic: pools are assumed to have their own machines. With the weights come the
         biases of experts, if they move.
         """
-        tensors, rollout = tensors_of(weights.params.specs).values(), models.rollout
+        (tensors, size), rollout = transferred(models, weights.params.specs), models.rollout
         received, biases = [], bias_bytes(models)
         for rank in rollout.tp_groups()[0]:
-            shards = [shard_of(tensor, rollout.place(rank, VOCAB_PADDING)) for tensor in tensors]
+            shards = [shard_of(tensor, rollout.place(rank, VOCAB_PADDING)) for tensor in tensors.values()]
             numel = sum(box_numel(part.box) for shard in shards for part in shard.parts)
-            received.append(numel * models.element + biases)
-        model_bytes = numel_of(weights.params.specs) * models.element
+            received.append(numel * size + biases)
+        model_bytes = sum(tensor.numel for tensor in tensors.values()) * size
         first, *others = sent_bytes(models, weights)
         return cls(
             tuple(received),
@@ -145,11 +146,12 @@ def numel_of(specs: Mapping[str, ParamSpec]) -> int:
 def sent_bytes(models: RunModels, weights: TrainedWeights) -> list[int]:
     """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
     specs, grid, sent_bytes = weights.params.specs, models.grid, []
+    tensors, size = transferred(models, specs)
     sent: set[str] = set()
     for pp_rank in range(grid.pp_size):
         names = {specs[name].tensor.name for name in weights.names(pp_rank)} - sent
         sent |= names
-        numel = sum(tensor.numel for name, tensor in tensors_of(specs).items() if name in names)
+        numel = sum(tensor.numel for name, tensor in tensors.items() if name.removesuffix(SCALES) in names)
         share, rest = divmod(numel, grid.stage_size)
-        sent_bytes += [(share + (number < rest)) * models.element for number in range(grid.stage_size)]
+        sent_bytes += [(share + (number < rest)) * size for number in range(grid.stage_size)]
     return sent_bytes

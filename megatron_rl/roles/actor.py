@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,10 @@ from megatron_rl.roles.teacher import num_compared
 from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
 
 if TYPE_CHECKING:
+    from megatron_rl.hybrid_engine.composed_weights import OwnMemory
     from megatron_rl.hybrid_engine.streams import Constants
     from megatron_rl.hybrid_engine.weight_transfer import SendAttempt, SendReport, WeightSender
     from megatron_rl.roles.distillation_terms import Distillation
-    from megatron_rl.roles.merged_shards import MergedShards
     from megatron_rl.roles.mtp_training import MTPTraining
 
 
@@ -75,7 +75,7 @@ class Actor(FollowedPolicy):
         self.transfer_stores: list[TransferStore] = []
         self.sender: WeightSender | None = None
         self.sent_constants: Constants | None = None  # the biases of experts, as a weight transfer sends them
-        self.merged: MergedShards | None = None  # what a weight transfer sends where adapters are merged
+        self.made: Sequence[OwnMemory] = ()  # what a weight transfer sends that is made of the weights
 
     def memory(self) -> dict[str, int]:
         """Bytes of what is trained, of teachers' heads next to the policy's, and of the weights that were sent last."""
@@ -189,22 +189,28 @@ class Actor(FollowedPolicy):
         from megatron_rl.hybrid_engine.streams import Constants
         from megatron_rl.hybrid_engine.weight_transfer import WeightSender
         from megatron_rl.model.families import tensors_of
+        from megatron_rl.roles.eight_bit_views import EightBitShards
         from megatron_rl.roles.flat_parameters import flat_parameters
         from megatron_rl.roles.merged_shards import MergedShards
 
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
-        view = self.trained if source.lora.rank else self.base
-        if source.lora.is_merged:
-            view, self.merged = self.base, MergedShards(self)
-            flat = self.merged.flat(source.place, None, self.rank.node)
-            self.merged.release()
+        view = self.trained if source.lora.crosses_alone else self.base
+        tensors = tensors_of(view.specs)
+        if rollout.quantization is not None and view is self.base:
+            shards = EightBitShards.of(self, self.rank, source.lora, rollout.quantization_block_size, None)
+            self.made, (flat, tensors) = shards.made, shards.as_bytes()
+        elif source.lora.is_merged:
+            merged = MergedShards(self)
+            self.made, flat = [merged], merged.flat(source.place, None, self.rank.node)
         else:
             flat = flat_parameters(view, self.rank.groups, source.place, None, self.rank.node)
+        for made in self.made:
+            made.release()
         if self.checkpoint.bias is not None:
             self.sent_constants = Constants(self.checkpoint.bias.described, self.rank.device.torch_device)
         self.sender = WeightSender(
             flat,
-            tensors_of(view.specs),
+            tensors,
             join_transfer(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
@@ -258,8 +264,13 @@ class Actor(FollowedPolicy):
         with_constants = bias is not None and bias.has_moved
         if bias is not None and constants is not None and with_constants:
             constants.fill(bias.whole())
-        with nullcontext() if self.merged is None else self.merged.renewed():
+        try:
+            for made in self.made:
+                made.renew()
             return self.sender.send(version, with_constants)
+        finally:
+            for made in self.made:
+                made.release()
 
     def compute_gradients(self, batch: Batch, pretraining: ExtraBatch[Batch] | None = None) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.

@@ -5,8 +5,7 @@ The trainer's tensors are read and never written. Every merge begins with the ba
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -84,12 +83,3 @@ class MergedShards:
     def release(self) -> None:
         """Release the memory; the address stays."""
         self.buffer.release()
-
-    @contextmanager
-    def renewed(self) -> Iterator[None]:
-        """Hold the merged weights inside the block alone."""
-        self.renew()
-        try:
-            yield
-        finally:
-            self.release()

@@ -13,14 +13,16 @@ import torch
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.device import side_stream, synchronize
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
+from megatron_rl.hybrid_engine.eight_bit_members import EightBitTensors
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.streams import Constants
 from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError, WeightReceiver
-from megatron_rl.model.families import VOCAB_PADDING, tensors_of
+from megatron_rl.model.families import VOCAB_PADDING, eight_bit_names, tensors_of
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.sharding import Place, shard_of
+from megatron_rl.roles.eight_bit_views import quantized_base, read_as_elements
 from megatron_rl.roles.expert_bias import biases_of, described_biases
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.transfer_address import TransferAddress, TransferCalls, TransferSettings, join_transfer
@@ -185,14 +187,16 @@ class ReceivedWeights:
         grid: RolloutGrid,
         replica: int,
         base: dict[str, torch.Tensor] | None = None,
+        views: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """replica: the number of this rank's in the run. base: the weights next to which adapters arrive; None: whole
-        weights arrive.
+        weights arrive. views: what arrives, as generation reads it; None: as it arrives.
         """
         self.receiver = receiver
         self.arrivals = Arrivals(receiver, rank.device.torch_device, replica)
         self._rank, self._grid = rank, grid
-        self.tensors, self.adapter_tensors = (receiver.tensors, {}) if base is None else (base, receiver.tensors)
+        received = receiver.tensors if views is None else views
+        self.tensors, self.adapter_tensors = (received, {}) if base is None else (base, received)
         for tensor in receiver.tensors.values():
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
@@ -262,10 +266,14 @@ def received_weights(
     constants = None
     if biases := biases_of(source.model.constants):
         constants = Constants(described_biases(biases), rank.device.torch_device, transfer.second_buffer)
+    alone, block = spec.lora.crosses_alone, spec.settings.quantization_block_size
+    names = set[str]() if spec.settings.quantization is None else eight_bit_names(source.model.specs)
+    tensors = tensors_of(source.adapter_specs if alone else source.model.specs)
+    eight_bits = EightBitTensors.of(tensors, names, block) if names and not alone else None
     receiver = WeightReceiver(
         place,
-        tensors_of(source.adapter_specs if spec.lora.crosses_alone else source.model.specs),
-        dtype,
+        tensors if eight_bits is None else eight_bits.as_bytes(dtype.itemsize),
+        dtype if eight_bits is None else torch.uint8,
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
@@ -273,8 +281,11 @@ def received_weights(
         deltas=spec.settings.weight_deltas,
         constants=constants,
     )
-    base = base_shard(source, place, dtype, rank.device.torch_device) if spec.lora.crosses_alone else None
-    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + transfer.first_replica, base)
+    base = base_shard(source, place, dtype, rank.device.torch_device) if alone else None
+    if base is not None and names:
+        base = quantized_base(base, names, block)
+    views = None if eight_bits is None else read_as_elements(receiver.tensors, eight_bits, dtype)
+    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + transfer.first_replica, base, views)
 
 
 def base_shard(source: ModelSource, place: Place, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:

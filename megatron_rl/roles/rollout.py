@@ -303,7 +303,7 @@ def shared_weights(
     if spec.lora.crosses_alone:
         adapters.append(ComposedPart(exchanged(actor.trained, ADAPTER_POOL), is_adapters=True))
     if spec.settings.quantization is not None:
-        return quantized_weights(actor, spec, rank, source, grid, adapters)
+        return quantized_weights(actor, spec, rank, grid, adapters)
     if spec.lora.is_merged:
         merged = MergedShards(actor)
         own = merged.flat(source.place, wanted, rank.node)

@@ -6,7 +6,6 @@ block: what generation must compute, whoever quantized and whatever was merged.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from rollout_checks import (
     tokens,
     weights,
 )
-from safetensors.torch import load_file, save_file
+from rounded_folders import BLOCK, rounded_folder
 from tiny_gemma4 import save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
 from tiny_models import random_batch, save_deepseek_v3, save_llama, save_moonlight, save_qwen2_moe, save_qwen3_moe
@@ -37,15 +36,7 @@ from megatron_rl.planning.transition import TransitionPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-BLOCK, NUM_ROUNDS = 32, 20
-STACKS = (".experts.gate_up_proj", ".experts.down_proj")
-"""Of gpt-oss: transposed, which square blocks do not see."""
-OF_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-OF_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")
-IN_EIGHT_BITS = tuple(
-    f".{name}.weight"
-    for name in (*(f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down")), *OF_LATENT, *OF_DELTA)
-)
+NUM_ROUNDS = 20
 CODES = ("_proj.weight", "_with_mqa.weight", "_qkvz.weight", ".w13_weight", ".w2_weight")
 """What vLLM's names of weights in 8 bits end with."""
 OPTIONS = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
@@ -102,22 +93,6 @@ CASES = [
     Case("TP2PP2-TP1-bfloat16", 2, 2, 1, options=BF16),
 ]
 OFTEN = ("TP2PP2-TP1",)
-
-
-def rounded_folder(path: str, folder: str) -> str:
-    """A copy of a model folder whose linears are as 8 bits hold them."""
-    from megatron_rl.model.eight_bits import E4M3, rounded
-
-    shutil.copytree(path, folder)
-    (file,) = Path(folder).glob("*.safetensors")
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if name.endswith(IN_EIGHT_BITS):
-            tensors[name] = rounded(tensor, E4M3, (BLOCK, BLOCK))
-        elif name.endswith(STACKS):
-            tensors[name] = torch.stack([rounded(each.contiguous(), E4M3, (BLOCK, BLOCK)) for each in tensor])
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
 
 
 def round_trainer(worker) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, ask, hugging_face_greedy, hugging_face_log_probs, prompts, tokens
+from rounded_folders import BLOCK, num_bytes, rounded_folder
 from safetensors.torch import load_file
 from sweeps import WEEKLY
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
@@ -33,7 +34,7 @@ from megatron_rl.planning.transition import TransitionPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-MEGATRON = "actor_rollout_ref__actor__megatron__"
+MEGATRON, ROLLOUT = "actor_rollout_ref__actor__megatron__", "actor_rollout_ref__rollout__"
 NUM_ROWS = 8
 BIAS = "e_score_correction_bias"
 
@@ -46,6 +47,8 @@ class Placed(NamedTuple):
     more: dict
     tp: int
     replicas: int
+    keys: dict = {}
+    """More keys of the run."""
 
     @property
     def num_train(self) -> int:
@@ -55,7 +58,17 @@ class Placed(NamedTuple):
     def name(self) -> str:
         tp, pp, dp = self.train
         extra = "".join(f"-{key.split('_')[0]}{value}" for key, value in self.more.items() if value is not True)
+        extra += "-FP8" * self.in_eight_bits + "-LoRA" * (f"{ADAPTERS}rank" in self.keys)
         return f"{self.save.__name__[5:]}-TP{tp}PP{pp}DP{dp}{extra}-to-{self.replicas}xTP{self.tp}"
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether adapters alone are sent, next to a base that each rollout rank reads."""
+        return not self.keys.get(f"{ADAPTERS}merge", True)
+
+    @property
+    def in_eight_bits(self) -> bool:
+        return f"{ROLLOUT}quantization" in self.keys
 
 
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
@@ -64,6 +77,9 @@ EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "seque
 ROUTER = "override_transformer_config__moe_router_"
 BIASED = {f"{ROUTER}enable_expert_bias": True, f"{ROUTER}bias_update_rate": 0.3}
 PLAIN = {}
+FP8 = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
+ADAPTERS = "actor_rollout_ref__model__lora__"
+LORA = {f"{ADAPTERS}rank": 8, f"{ADAPTERS}merge": True}
 
 
 def drawn(number: int, seed: int) -> list[Placed]:
@@ -83,12 +99,25 @@ def drawn(number: int, seed: int) -> list[Placed]:
     return found
 
 
+def save_wide_experts(folder: Path) -> str:
+    """Experts whose columns and heads are whole blocks on two ranks."""
+    return save_qwen3_moe(folder, head_dim=64, moe_intermediate_size=64)
+
+
 FIRST = [
     Placed(save_qwen3_moe, (1, 1, 2), EP2, 2, 1),  # experts, t_g above t
     Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
 ]
 """`make test` has the first."""
-MORE = [*drawn(6, seed=7), Placed(save_gpt_oss, (1, 1, 2), EP2, 2, 1), Placed(save_glm4_moe, (1, 2, 1), BIASED, 1, 2)]
+MORE = [
+    *drawn(6, seed=7),
+    Placed(save_gpt_oss, (1, 1, 2), EP2, 2, 1),
+    Placed(save_glm4_moe, (1, 2, 1), BIASED, 1, 2),
+    Placed(save_llama, (2, 2, 1), PLAIN, 1, 2, FP8),
+    Placed(save_wide_experts, (1, 1, 2), EP2, 2, 1, FP8 | {f"{ROLLOUT}weight_deltas": True}),
+    Placed(save_llama, (1, 2, 1), PLAIN, 2, 1, FP8 | LORA),
+    Placed(save_llama, (2, 1, 1), PLAIN, 1, 1, FP8 | LORA | {f"{ADAPTERS}merge": False}),
+]
 FURTHER = [
     Placed(save_gpt_oss, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (2, 2, 1), {"sequence_parallel": True}, 1, 2),
@@ -207,7 +236,7 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[RunCo
     keys |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": placed.tp}
     keys |= {"trainer__n_gpus_per_node": placed.num_train, "actor_rollout_ref__hybrid_engine": False}
     keys |= {"actor_rollout_ref__rollout__nnodes": 1, "actor_rollout_ref__rollout__n_gpus_per_node": num_rollout}
-    keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False}
+    keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False} | placed.keys
     config = run_config(path, placed.train[0], placed.train[1], **keys)
     found = run_ranks(
         placed.num_train + num_rollout,
@@ -234,6 +263,9 @@ def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, t
     config, training, rollout = run_placed(placed, tmp_path)
     path, plan = config.actor_rollout_ref.model.path, TransitionPlan.of(RunModels(config))
     for number, folder in enumerate((path, str(tmp_path / "exported"))):
+        if placed.in_eight_bits:
+            base = path if placed.sends_adapters else folder
+            folder = rounded_folder(folder, str(tmp_path / f"rounded {number}"), base)
         expected = hugging_face_greedy(folder)
         log_probs = hugging_face_log_probs(folder, expected)
         for rank in rollout:
@@ -241,11 +273,17 @@ def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, t
             assert answers == expected and (found - log_probs).abs().max() < 5e-5
         sent, received = [rank["sent"][number] for rank in training], [rank["received"][number] for rank in rollout]
         beside = num_biases(path) if number and placed.more is BIASED else 0
-        assert sum(report.bytes_sent for report in sent) == sent[0].leaving_bytes == 4 * (num_params(path) + beside)
+        leaving = model_bytes(path, placed.in_eight_bits) + 4 * beside
+        leaving = sum(plan.sent) if placed.sends_adapters else leaving
+        assert sum(report.bytes_sent for report in sent) == sent[0].leaving_bytes
         assert [report.bytes_received for report in received] == [report.lower_bound_bytes for report in received]
         assert min(report.bytes_received for report in received) > 0 and sent[0].version == number
-    assert [report.bytes_received for report in received] == list(plan.network) * placed.replicas
-    assert sum(plan.sent) == sent[0].leaving_bytes
+        if number and f"{ROLLOUT}weight_deltas" in placed.keys:
+            assert sent[0].leaving_bytes < leaving / 4
+            continue
+        assert sent[0].leaving_bytes == leaving
+        whole = [report.bytes_received for report in received], sent[0].leaving_bytes
+    assert whole == (list(plan.network) * placed.replicas, sum(plan.sent))
     assert all(rank["memory"]["KV cache"] == 0 for rank in rollout)
     trained = load_file(tmp_path / "exported" / "model.safetensors")
     for rank in rollout:
@@ -260,12 +298,16 @@ def num_biases(path: str) -> int:
     return sum(biases)
 
 
-def num_params(path: str) -> int:
-    """Elements of a model folder, a tied matrix once and without what no update changes."""
+def model_bytes(path: str, in_eight_bits: bool) -> int:
+    """Bytes of a model folder in generation, a tied matrix once and without what no update changes."""
     tied = json.loads((Path(path) / "config.json").read_text())["tie_word_embeddings"]
     tensors = load_file(Path(path) / "model.safetensors")
     left = (BIAS, "layer_scalar", *(["lm_head.weight"] if tied else []))
-    return sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(left))
+    moved = {name: tensor for name, tensor in tensors.items() if not name.endswith(left)}
+    sizes = {
+        name: num_bytes(name, tensor, 4) if in_eight_bits else 4 * tensor.numel() for name, tensor in moved.items()
+    }
+    return sum(sizes.values())
 
 
 def test_a_flipped_bit_stops_both_pools(tmp_path: Path) -> None:

@@ -84,10 +84,7 @@ ROWS = (
                 "tokens are sampled with rounded weights, and without importance weights nothing corrects for that",
             ),
         ),
-        excludes=(
-            Relation("own_pool", "a weight transfer has one dtype, that of training"),
-            Relation("dropped_weights", "training weights cannot be made again of FP8 weights", {DROP: False}),
-        ),
+        excludes=(Relation("dropped_weights", "training weights cannot be made again of FP8 weights", {DROP: False}),),
         refused_unproven=True,
     ),
     Feature(
