@@ -45,9 +45,6 @@ def _merged_alone(run: RunFacts, use: Use) -> str:
     model = None if role is None or not role.kind.is_sampled or role.lora.merge else run.model_of(role)
     if model is None:
         return ""
-    shared = run.config.actor_rollout_ref
-    if shared.rollout.quantization is not None and run.rollout_pool != shared.actor.pool:
-        return "FP8 rollouts of another pool read the sum of weights and adapters, rounded once"
     if model.parts.family.inside is not None:
         return "the language model is inside of a larger one, of which generation reads adapters merged alone"
     why = merged_alone(model.parts.specs)
