@@ -152,7 +152,7 @@ class Actor(FollowedPolicy):
         """Float32 logits [sampled tokens, vocab_size], for parity checks; None before the last stage."""
         if self.routing is not None:
             self.routing.begin(replays=False, records=False)
-        return self.scorer.logits(batch, self.score_cut)
+        return self.reader.logits(batch, self.score_cut)  # rows without a token, too
 
     # Weights for a rollout in another pool
 

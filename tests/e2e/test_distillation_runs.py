@@ -167,10 +167,10 @@ def padded(tmp_path_factory) -> Path:
 
 
 def test_ids_that_the_tokenizer_lacks_are_never_sampled(command_line, other: Path, padded: Path) -> None:
-    """The teacher has no row for them. Engine and trainer state one distribution, over the tokens. Would not catch ids
-    without a token below the tokenizer's last one.
+    """The teacher has no row for them. Engine and trainer state one distribution, over the tokens; the export, which is
+    compared with the trainer, has all rows. Would not catch ids without a token below the tokenizer's last one.
     """
-    keys = (*FEW, *KINDS["reverse_kl_topk"], "trainer.total_training_steps=1")
+    keys = (*FEW, *KINDS["reverse_kl_topk"], "trainer.total_training_steps=1", "trainer.export_hf=true")
     run = command_line(*keys, *teacher(other), f"actor_rollout_ref.model.path={padded}", *LOCAL, config=CONFIG)
     assert run.wait() == 0, run.text()
     (line,) = metrics(run).values()
