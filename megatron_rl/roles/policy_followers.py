@@ -180,7 +180,7 @@ class ArrivingWeights:
     def join(self, address: TransferAddress) -> None:
         """Connect to the policy's pool; collective over both."""
         rank, number = self._rank, self._rank.groups.rank
-        transport = join_transfer(address, address.receiver(number), rank.device, rank.timeout)
+        self.transport = transport = join_transfer(address, address.receiver(number), rank.device, rank.timeout)
         member = Member(number, rank.node, rank.groups.tp_rank, wanted=self._place, names=self._names)
         self._memory.allocate()
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from joined_pools import killed_after
 from pool_messages import Messages, host_of
 from ranks import run_ranks
 from resumed_training import start_saving
@@ -173,8 +174,18 @@ def apart_config(path: str, num_ranks: int, tp_size: int, pp_size: int, followin
     return config
 
 
-def apart(config, num_training: int, num_refreshes: int, source: Path | None = None, target: Path | None = None):
-    """One rank of either pool: what its role has at first and after each refresh, and the reports of the transfers."""
+def apart(
+    config,
+    num_training: int,
+    num_refreshes: int,
+    source: Path | None = None,
+    target: Path | None = None,
+    dies: bool = False,
+) -> dict:
+    """One rank of either pool: what its role has at first and after each refresh, and the reports of the transfers.
+
+    dies: in one more transfer the last rank of all is lost.
+    """
     from megatron_rl.roles.model_source import named_parameters
 
     messages, number = Messages(), int(os.environ["RANK"])
@@ -216,7 +227,35 @@ def apart(config, num_training: int, num_refreshes: int, source: Path | None = N
         biases.append(bias and bias.whole())
     if target is not None:
         assert start_saving(worker, target).finish(wait=True)
-    return {"found": found, "biases": biases, "reports": reports}
+    return {"found": found, "biases": biases, "reports": reports} | (
+        broken_transfer(worker, role, held) if dies else {}
+    )
+
+
+def broken_transfer(worker, role, held) -> dict:
+    """The last rank of all is killed at its second message: what the others raise, and whether weights stay."""
+    from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
+
+    before, sends = held(), worker.spec.name == "global_pool"
+    if not sends and worker.groups.rank == worker.groups.grid.world_size - 1:
+        killed_after(role.arriving.transport, 1)
+    with pytest.raises(BrokenTransferError) as raised:
+        worker.run(role.spec.name, *(("send_to", ("reference", 9), {}) if sends else ("take_weights", (9,), {})))
+    after = held()["actor_weights"]
+    stay = all(torch.equal(after[name], tensor) for name, tensor in before["actor_weights"].items())
+    return {"error": str(raised.value), "stay": stay}
+
+
+@pytest.mark.exhaustive
+def test_a_rank_lost_in_a_transfer_leaves_all_weights(tmp_path: Path) -> None:
+    """One of two ranks of the reference's pool is killed; both pools' others say that the transfer broke, and their
+    weights are those from before. Would not catch what the driver makes of it; tests/e2e/test_actor_only.py does.
+    """
+    num_ranks, (world_size, *cut), following, keys = LAYOUTS["EP2 to PP2"]
+    config = apart_config(save_qwen3_moe(tmp_path), num_ranks, *cut, following, **keys)
+    ranks = run_ranks(world_size + num_ranks, apart, config, world_size, 1, None, None, True, lost=[3])
+    for rank in ranks[:3]:
+        assert rank["stay"] and "a transfer of weights broke" in rank["error"]
 
 
 GROUP = "actor_rollout_ref__actor__megatron__override_transformer_config__moe_router_"

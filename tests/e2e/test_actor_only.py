@@ -12,7 +12,7 @@ import torch
 from command_line import REPOSITORY
 from forked_run import ForkedRun
 from safetensors.torch import load_file
-from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics, steps_saved
+from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -82,6 +82,25 @@ def test_a_reference_that_follows_goes_on(command_line, where) -> None:
     assert metrics(second) == metrics(whole)
     kl = {step: abs(logged["actor/reward_kl_penalty"]) for step, logged in metrics(whole).items()}
     assert max(kl[1], kl[3]) < 1e-5 < 1e-4 < min(kl[2], kl[4]), kl
+
+
+@pytest.mark.exhaustive
+def test_a_lost_reference_comes_back_as_it_was(command_line) -> None:
+    """In a pool of its own, killed after step 2: from the copies in memory the run has the metrics of one process, bit
+    for bit. Would not catch a checkpoint on disk, which the test above has."""
+    ref = "actor_rollout_ref.ref"
+    follows = (f"{ref}.sync_ref_model=true", f"{ref}.ref_model_sync_steps=1")
+    keys = (*SHORT, *follows, "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true")
+    keys = (*keys, "trainer.total_training_steps=20")  # a look at all processes takes some of them
+    whole, hurt = command_line(*keys, *LOCAL), command_line(*keys, *APART, "trainer.max_repairs=2")
+    hurt.wait_for(reached(hurt, 2), interval=0.01)
+    next(process for process in hurt.workers() if "rank 0 of ref" in " ".join(process.cmdline())).kill()
+    assert hurt.wait() == 0 == whole.wait(), hurt.text() + whole.text()
+    repaired = {
+        step: {name: x for name, x in line.items() if "repair/" not in name} for step, line in metrics(hurt).items()
+    }
+    assert repaired == metrics(whole) and "repair 1 of at most 2: pool ref, rank 0" in " ".join(hurt.text().split())
+    assert hurt.left_over() == []
 
 
 @pytest.mark.exhaustive
