@@ -81,8 +81,10 @@ def replicas(run) -> list[psutil.Process]:
 
 
 def events(run, kind: str) -> list[dict]:
+    """Events so far; the run may be in the middle of writing the last line."""
     file = run.run / "schedule.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    written = file.read_text().splitlines(keepends=True) if file.exists() else []
+    lines = [json.loads(line) for line in written if line.endswith("\n")]
     return [line for line in lines if line["event"] == kind]
 
 
