@@ -16,7 +16,7 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.weight_transfer import Offer
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.rehearse.rehearsed_transfer import JointRanks, fake_joint_group, names_of, same_place
-from megatron_rl.roles import actor, received_weights, teacher_heads
+from megatron_rl.roles import policy_followers, received_weights, teacher_heads
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
@@ -81,7 +81,7 @@ def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
         mode.joint = group, joint.numbers
         return Transport(group, is_own=True)
 
-    for module in (actor, received_weights):
+    for module in (policy_followers, received_weights):
         vars(module)["join_transfer"] = join_transfer
 
 

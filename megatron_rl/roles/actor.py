@@ -26,15 +26,14 @@ from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_los
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
-from megatron_rl.roles.policy_followers import FollowedPolicy
+from megatron_rl.roles.policy_followers import FollowedPolicy, SendingEnd
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.teacher import num_compared
-from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
+from megatron_rl.roles.transfer_address import TransferAddress, TransferStore
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.composed_weights import OwnMemory
-    from megatron_rl.hybrid_engine.streams import Constants
-    from megatron_rl.hybrid_engine.weight_transfer import SendAttempt, SendReport, WeightSender
+    from megatron_rl.hybrid_engine.weight_transfer import SendAttempt, SendReport
     from megatron_rl.roles.distillation_terms import Distillation
     from megatron_rl.roles.mtp_training import MTPTraining
 
@@ -73,8 +72,7 @@ class Actor(FollowedPolicy):
         # On rank 0, if the rollout has pools of its own: the weight transfer's store, and older ones that ranks may
         # still use.
         self.transfer_stores: list[TransferStore] = []
-        self.sender: WeightSender | None = None
-        self.sent_constants: Constants | None = None  # the biases of experts, as a weight transfer sends them
+        self.sending = SendingEnd()
         self.made: Sequence[OwnMemory] = ()  # what a weight transfer sends that is made of the weights
 
     def memory(self) -> dict[str, int]:
@@ -82,7 +80,8 @@ class Actor(FollowedPolicy):
         from megatron_rl.roles.teacher_heads import bytes_of_heads
 
         heads = [] if self.distillation is None else self.distillation.heads
-        sent = {} if self.sender is None or not self.sender.kept_bytes else {SENT_LAST: self.sender.kept_bytes}
+        sender = self.sending.sender
+        sent = {} if sender is None or not sender.kept_bytes else {SENT_LAST: sender.kept_bytes}
         return super().memory() | bytes_of_heads(self.rank, heads) | sent
 
     def offloadable(self) -> list[Offloadable]:
@@ -176,8 +175,8 @@ class Actor(FollowedPolicy):
         """
         from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
 
-        if self.sender is not None:
-            self.sender.close()
+        if self.sending.sender is not None:
+            self.sending.sender.close()
         broken = ""
         try:
             self._join(address)
@@ -186,8 +185,6 @@ class Actor(FollowedPolicy):
         return self._agreed(broken)
 
     def _join(self, address: TransferAddress) -> None:
-        from megatron_rl.hybrid_engine.streams import Constants
-        from megatron_rl.hybrid_engine.weight_transfer import WeightSender
         from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.eight_bit_views import EightBitShards
         from megatron_rl.roles.flat_parameters import flat_parameters
@@ -206,17 +203,7 @@ class Actor(FollowedPolicy):
             flat = flat_parameters(view, self.rank.groups, source.place, None, self.rank.node)
         for made in self.made:
             made.release()
-        if self.checkpoint.bias is not None:
-            self.sent_constants = Constants(self.checkpoint.bias.described, self.rank.device.torch_device)
-        self.sender = WeightSender(
-            flat,
-            tensors,
-            join_transfer(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
-            bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
-            verify_every=rollout.verify_weights_every,
-            deltas=rollout.weight_deltas,
-            constants=self.sent_constants,
-        )
+        self.connect(self.sending, address, flat, tensors, deltas=rollout.weight_deltas)
         del self.transfer_stores[:-1]
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
@@ -239,8 +226,8 @@ class Actor(FollowedPolicy):
             self.transfer_stores[-1].call(holding)
         try:
             report = self._send(version)
-            if holding is not None and self.sender is not None:
-                concluded = self.sender.conclude()
+            if holding is not None and self.sending.sender is not None:
+                concluded = self.sending.sender.conclude()
         except BrokenTransferError as error:
             broken = str(error)
         if broken := self._agreed(broken):
@@ -253,21 +240,15 @@ class Actor(FollowedPolicy):
         gathered = [""] * dist.get_world_size()
         dist.all_gather_object(gathered, broken)
         reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(gathered) if reason]
-        if reasons and self.sender is not None:
-            self.sender.close()
+        if reasons and self.sending.sender is not None:
+            self.sending.sender.close()
         return "; ".join(reasons)
 
     def _send(self, version: int) -> SendReport:
-        if self.sender is None:
-            raise RuntimeError("the weight transfer is not connected: call join_transfer() first")
-        bias, constants = self.checkpoint.bias, self.sent_constants
-        with_constants = bias is not None and bias.has_moved
-        if bias is not None and constants is not None and with_constants:
-            constants.fill(bias.whole())
         try:
             for made in self.made:
                 made.renew()
-            return self.sender.send(version, with_constants)
+            return self.send_over(self.sending, version)
         finally:
             for made in self.made:
                 made.release()

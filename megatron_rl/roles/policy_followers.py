@@ -19,9 +19,11 @@ from megatron_rl.roles.role import FrozenRole, TrainedRole
 from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
 
 if TYPE_CHECKING:
+    from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
     from megatron_rl.hybrid_engine.streams import Constants
     from megatron_rl.hybrid_engine.weight_transfer import ReceiveReport, SendReport, WeightSender
     from megatron_rl.model.families import ParamSpec
+    from megatron_rl.parallel.sharding import LogicalTensor
     from megatron_rl.roles.model_source import ModelSource, UnloadedModel
     from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
 
@@ -29,8 +31,11 @@ Value = TypeVar("Value")
 
 
 @dataclass
-class FollowerEnd:
-    """The policy's end of the transfer to one role. constants: the biases of experts, as they are sent."""
+class SendingEnd:
+    """The policy's end of the transfers to one role of another pool, on one rank.
+
+    store: where both pools meet, on rank 0. constants: the biases of experts, as they are sent.
+    """
 
     store: TransferStore | None = None
     sender: WeightSender | None = None
@@ -43,12 +48,52 @@ class FollowedPolicy(TrainedRole):
     def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
         super().__init__(spec, rank, source, model)
         self.rank = rank
-        self.followers: dict[str, FollowerEnd] = {}
+        self.followers: dict[str, SendingEnd] = {}
+
+    def connect(
+        self,
+        end: SendingEnd,
+        address: TransferAddress,
+        flat: FlatParameters,
+        tensors: Mapping[str, LogicalTensor],
+        *,
+        deltas: bool = False,
+    ) -> None:
+        """Build an end that sends `flat`, this rank's shards of `tensors`; collective over both pools. Raises
+        BrokenTransferError if a rank is lost meanwhile.
+        """
+        from megatron_rl.hybrid_engine.streams import Constants
+        from megatron_rl.hybrid_engine.weight_transfer import WeightSender
+
+        rank, rollout = self.rank, self.rank.config.actor_rollout_ref.rollout
+        if self.checkpoint.bias is not None:
+            end.constants = Constants(self.checkpoint.bias.described, rank.device.torch_device)
+        end.sender = WeightSender(
+            flat,
+            tensors,
+            join_transfer(address, rank.groups.rank, rank.device, rank.timeout),
+            bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
+            verify_every=rollout.verify_weights_every,
+            deltas=deltas,
+            constants=end.constants,
+        )
+
+    def send_over(self, end: SendingEnd, version: int) -> SendReport:
+        """Send the weights after step `version`, and the biases of experts once these have moved; collective over both
+        pools. Raises RuntimeError before `connect`, BrokenTransferError if a rank is lost.
+        """
+        bias = self.checkpoint.bias
+        if end.sender is None:
+            raise RuntimeError("no weight transfer is connected: both pools join it first")
+        has_moved = bias is not None and bias.has_moved
+        if bias is not None and end.constants is not None and has_moved:
+            end.constants.fill(bias.whole())
+        return end.sender.send(version, has_moved)
 
     @remote_method(Dispatch.RANK_ZERO)
     def offer_to(self, follower: str, num_receivers: int) -> TransferAddress:
         """Serve a store through which this pool and that of `follower`, a role, connect; returns its address."""
-        end = self.followers.setdefault(follower, FollowerEnd())
+        end = self.followers.setdefault(follower, SendingEnd())
         end.store = TransferStore(self.rank, num_receivers)
         return end.store.address
 
@@ -57,40 +102,23 @@ class FollowedPolicy(TrainedRole):
         """Build this pool's end, together with the role's `join_policy`. Raises BrokenTransferError if a rank is lost
         meanwhile.
         """
-        from megatron_rl.hybrid_engine.streams import Constants
-        from megatron_rl.hybrid_engine.weight_transfer import WeightSender
         from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.flat_parameters import flat_parameters
 
-        end, rollout = self.followers.setdefault(follower, FollowerEnd()), self.rank.config.actor_rollout_ref.rollout
         view = replace(
             self.trained,
             parameters=without_mtp(self.trained.parameters),
             specs=without_mtp(self.trained.specs),
         )
-        if self.checkpoint.bias is not None:
-            end.constants = Constants(self.checkpoint.bias.described, self.rank.device.torch_device)
-        end.sender = WeightSender(
-            flat_parameters(view, self.rank.groups, self.source.place, None, self.rank.node),
-            tensors_of(view.specs),
-            join_transfer(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
-            bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
-            verify_every=rollout.verify_weights_every,
-            constants=end.constants,
-        )
+        flat = flat_parameters(view, self.rank.groups, self.source.place, None, self.rank.node)
+        self.connect(self.followers.setdefault(follower, SendingEnd()), address, flat, tensors_of(view.specs))
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.NEVER_AFTER)
     def send_to(self, follower: str, version: int) -> SendReport:
         """Send the weights after step `version`, together with the role's `take_weights`. Raises BrokenTransferError
         if a rank is lost.
         """
-        end, bias = self.followers[follower], self.checkpoint.bias
-        if end.sender is None:
-            raise RuntimeError(f"no weight transfer to {follower} is connected: call join_follower() first")
-        has_moved = bias is not None and bias.has_moved
-        if bias is not None and end.constants is not None and has_moved:
-            end.constants.fill(bias.whole())
-        return end.sender.send(version, has_moved)
+        return self.send_over(self.followers[follower], version)
 
 
 class FollowingScorer(FrozenRole):

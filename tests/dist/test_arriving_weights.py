@@ -77,7 +77,7 @@ def trains(config, messages: Messages, exported: Path, tp_size: int) -> dict:
 
     def send(version: int, holding: dict[int, int], late_s: float = 0.0, after: str | None = None) -> None:
         """late_s: from the call of the ranks that listen to the first message, or from when all have said `after`."""
-        with late(actor.sender, late_s, lambda: after is None or all_say(after)):
+        with late(actor.sending.sender, late_s, lambda: after is None or all_say(after)):
             attempts.append(actor.try_send_weights(version, holding))
         messages.say(f"sent {version}")
 
