@@ -12,10 +12,10 @@ What lies without gaps at both ends travels as it lies, if it is long enough; ev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import NamedTuple
+from itertools import pairwise, zip_longest
+from typing import NamedTuple, Self, TypeVar
 
 from megatron_rl.hybrid_engine.layout import Region, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
@@ -106,6 +106,36 @@ class Fragment(NamedTuple):
     def is_flat(self) -> bool:
         return self.source.is_contiguous and self.dest.is_contiguous
 
+    def continues(self, other: Self) -> bool:
+        """Whether it starts where `other` ends, both without gaps, at both ends."""
+        return self.source.continues(other.source) and self.dest.continues(other.dest)
+
+
+class CountedFragment(NamedTuple):
+    """A fragment as numbers. flat: whether it has no gaps at its sender, at its receiver. starts: (buffer, offset) of
+    both ends.
+    """
+
+    numel: int
+    flat: tuple[bool, bool]
+    starts: tuple[tuple[int, int], tuple[int, int]]
+
+    @property
+    def is_flat(self) -> bool:
+        return all(self.flat)
+
+    def follows(self, other: CountedFragment, side: int) -> bool:
+        """Whether it starts where `other` ends, both without gaps, at the sender (side 0) or the receiver (1)."""
+        (buffer, offset), (before, start) = self.starts[side], other.starts[side]
+        return offset == start + other.numel and buffer == before and self.flat[side] and other.flat[side]
+
+    def continues(self, other: CountedFragment) -> bool:
+        """See `Fragment.continues`."""
+        return self.follows(other, 0) and self.follows(other, 1)
+
+
+Piecewise = TypeVar("Piecewise", Fragment, CountedFragment)
+
 
 def fragments(pieces: Iterable[Piece], plan: ExchangePlan, message_numel: int) -> Iterator[Fragment]:
     """Pieces cut into fragments of at most `message_numel` elements, in order."""
@@ -115,9 +145,9 @@ def fragments(pieces: Iterable[Piece], plan: ExchangePlan, message_numel: int) -
             yield Fragment(source.region(piece.segment, box).collapsed(), dest.region(piece.segment, box).collapsed())
 
 
-def messages(stream: Iterable[Fragment], message_numel: int) -> Iterator[list[Fragment]]:
+def messages(stream: Iterable[Piecewise], message_numel: int) -> Iterator[list[Piecewise]]:
     """Fragments of one pair as messages: long flat runs alone, the rest in buckets that are filled in order."""
-    bucket: list[Fragment] = []
+    bucket: list[Piecewise] = []
     in_bucket = 0
     for run in flat_runs(stream):
         is_direct = run[0].is_flat and total(run) >= DIRECT_NUMEL
@@ -137,11 +167,11 @@ def messages(stream: Iterable[Fragment], message_numel: int) -> Iterator[list[Fr
         yield bucket
 
 
-def flat_runs(stream: Iterable[Fragment]) -> Iterator[list[Fragment]]:
+def flat_runs(stream: Iterable[Piecewise]) -> Iterator[list[Piecewise]]:
     """Join fragments that continue each other at both ends."""
-    run: list[Fragment] = []
+    run: list[Piecewise] = []
     for fragment in stream:
-        if run and not (fragment.source.continues(run[-1].source) and fragment.dest.continues(run[-1].dest)):
+        if run and not fragment.continues(run[-1]):
             yield run
             run = []
         run.append(fragment)
@@ -149,37 +179,39 @@ def flat_runs(stream: Iterable[Fragment]) -> Iterator[list[Fragment]]:
         yield run
 
 
-def total(stream: Iterable[Fragment]) -> int:
+def total(stream: Iterable[Fragment] | Iterable[CountedFragment]) -> int:
     """Elements of all fragments."""
     return sum(fragment.numel for fragment in stream)
 
 
 def most_packed(plan: ExchangePlan, member: int, message_numel: int) -> int:
-    """Elements of the longest message of `make_schedule` that needs scratch memory at this member; 0: none does.
+    """Elements of the longest message of `make_schedule` that needs scratch memory at this member; 0: none does."""
+    counts = _FragmentCounts(plan, message_numel)
+    sides = [(0, pieces) for pieces in by_round(plan, plan.sent[member]).values()]
+    sides += [(1, pieces) for pieces in by_round(plan, plan.plans[member].received).values()]
+    most = 0
+    for side, pieces in sides:
+        for message in messages(counts.of(pieces), message_numel):
+            numel = total(message)
+            if numel > most and not _is_one_run(message, side):
+                most = numel
+    return most
 
-    Counts without making a step: pieces between equal shards are cut alike, so they are cut once.
+
+def _is_one_run(message: Sequence[CountedFragment], side: int) -> bool:
+    return message[0].flat[side] and all(after.follows(before, side) for before, after in pairwise(message))
+
+
+class _FragmentCounts:
+    """`fragments` as numbers. Those of pieces with equal shards differ only in where their slots begin, so that such
+    pieces are cut once.
     """
-    counts = _CutCounts(plan, message_numel)
-    sent = by_round(plan, plan.sent[member]).values()
-    received = by_round(plan, plan.plans[member].received).values()
-    sides = [(0, pieces) for pieces in sent] + [(1, pieces) for pieces in received]
-    return max((_most_packed(counts.of(pieces), message_numel, side) for side, pieces in sides), default=0)
-
-
-Ends = tuple[tuple[int, int], tuple[int, int]]
-"""(buffer, offset) of a fragment at its sender and at its receiver."""
-CutCount = tuple[int, tuple[bool, bool], Ends]
-"""(elements, whether they have no gaps at the sender and at the receiver, where they begin)."""
-
-
-class _CutCounts:
-    """`fragments` as numbers. Those of pieces with equal shards differ only in where their slots begin."""
 
     def __init__(self, plan: ExchangePlan, message_numel: int) -> None:
         self._plan, self._message_numel = plan, message_numel
         self._known: dict[tuple[int, int, int, Box], list[tuple[int, tuple[bool, bool], int, int]]] = {}
 
-    def of(self, pieces: Iterable[Piece]) -> Iterator[CutCount]:
+    def of(self, pieces: Iterable[Piece]) -> Iterator[CountedFragment]:
         """The fragments of the pieces of one pair, in order."""
         for piece in pieces:
             source, dest = self._plan.source_slot(piece), self._plan.dest_slot(piece)
@@ -195,36 +227,5 @@ class _CutCounts:
                     for cut in fragments([piece], self._plan, self._message_numel)
                 ]
             for numel, flat, sent_from, sent_to in self._known[key]:
-                yield numel, flat, ((source.buffer, source.offset + sent_from), (dest.buffer, dest.offset + sent_to))
-
-
-def _most_packed(stream: Iterable[CutCount], message_numel: int, side: int) -> int:
-    """Elements of the longest message of a pair that is packed at its sender (side 0) or receiver (side 1)."""
-    most = numel = 0  # of all messages that are closed; of the open bucket
-    is_one = True  # whether the bucket is one run without gaps at this side
-    after: tuple[int, int] | None = None  # where the bucket's last fragment ends
-    for run in _flat_counts(stream):
-        if all(run[0][1]) and sum(size for size, *_ in run) >= DIRECT_NUMEL:
-            continue
-        for size, flat, ends in run:
-            if numel and numel + size > message_numel:
-                most, numel = most if is_one else max(most, numel), 0
-            is_one = flat[side] and (not numel or (is_one and after == ends[side]))
-            after = (ends[side][0], ends[side][1] + size)
-            numel += size
-    return most if is_one else max(most, numel)
-
-
-def _flat_counts(stream: Iterable[CutCount]) -> Iterator[list[CutCount]]:
-    """`flat_runs` of numbers."""
-    run: list[CutCount] = []
-    after: Ends | None = None
-    for cut in stream:
-        numel, flat, ends = cut
-        if run and not (after == ends and all(flat) and all(run[-1][1])):
-            yield run
-            run = []
-        run.append(cut)
-        after = (ends[0][0], ends[0][1] + numel), (ends[1][0], ends[1][1] + numel)
-    if run:
-        yield run
+                starts = (source.buffer, source.offset + sent_from), (dest.buffer, dest.offset + sent_to)
+                yield CountedFragment(numel, flat, starts)
