@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.parallel.sharding import LogicalTensor, Place
 from megatron_rl.roles.flat_parameters import flat_parameters
-from megatron_rl.roles.merged_shards import MergedShards, merged_parameters
+from megatron_rl.roles.merged_shards import MergedShards
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ CODES_POOL, SCALES_POOL = "megatron_rl received FP8 weights", "megatron_rl recei
 
 @dataclass(frozen=True)
 class EightBitShards:
-    """What a training rank has for a rollout with FP8 weights. own, merged: made of the current weights before they are
-    read. member, buffers: all training shards, in training's buffers or in that of `merged`.
+    """A training rank's shards for a rollout with FP8 weights.
+
+    own, merged: codes and scales, and what stays in training's dtype with adapters merged in; both are made of the
+    current weights before they are read. trained: all training shards, in training's buffers or in that of `merged`.
+    codes, scales, kept: this rank as a member of each exchange.
     """
 
     tensors: EightBitTensors
@@ -56,13 +59,14 @@ class EightBitShards:
         places = held, wanted, rank.node
         trained = merged[0].flat(*places) if merged else flat_parameters(actor.base, rank.groups, *places)
         codes, scales, kept = (members[0] for members in tensors.members([trained.member]))
-        now = _shards_now(actor, lora, trained, tensors)
+        shards = trained_shards(trained.buffers, trained.member, set(tensors.codes))
+        now = merged[0].merging(shards) if merged else shards.__getitem__
         own = OwnCodes(now, codes, scales, block, rank.device.torch_device, lora.base_stays)
         return cls(tensors, own, merged, codes, scales, kept, trained)
 
     @property
     def made(self) -> list[OwnMemory]:
-        """What is made of the current weights, in order."""
+        """Memory that is made of the current weights, in order."""
         return [*self.merged, self.own]
 
     def as_bytes(self) -> tuple[FlatParameters, dict[str, LogicalTensor]]:
@@ -82,7 +86,7 @@ def quantized_weights(
     then. Everything is allocated, and holds nothing before the first `gather`.
     """
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
-    has = EightBitShards.of(actor, rank, spec.lora, spec.settings.quantization_block_size, wanted)
+    shards = EightBitShards.of(actor, rank, spec.lora, spec.settings.quantization_block_size, wanted)
 
     def exchange(held: FlatParameters, moved: Mapping[str, LogicalTensor], memory_pool: str) -> ComposedPart:
         part = AllGatherPPModel(
@@ -95,11 +99,11 @@ def quantized_weights(
         return ComposedPart(part, spec.lora.base_stays, spec.lora.base_on_host)
 
     return QuantizedWeights(
-        has.own,
-        exchange(FlatParameters((has.own.codes.data,), has.codes), has.tensors.codes, CODES_POOL),
-        exchange(FlatParameters((has.own.scales.data,), has.scales), has.tensors.scales, SCALES_POOL),
-        [exchange(FlatParameters(has.trained.buffers, has.kept), has.tensors.kept, FOREIGN_POOL), *adapters],
-        has.merged,
+        shards.own,
+        exchange(FlatParameters((shards.own.codes.data,), shards.codes), shards.tensors.codes, CODES_POOL),
+        exchange(FlatParameters((shards.own.scales.data,), shards.scales), shards.tensors.scales, SCALES_POOL),
+        [exchange(FlatParameters(shards.trained.buffers, shards.kept), shards.tensors.kept, FOREIGN_POOL), *adapters],
+        shards.merged,
         Transport(rank.groups.exchange_group),
     )
 
@@ -122,15 +126,3 @@ def quantized_base(base: Mapping[str, Tensor], names: Collection[str], block: in
         read[name] = codes.view(E4M3).view(base[name].shape)
         read[name + SCALES] = scales.view(*stack, -1, scales.shape[-1])
     return read
-
-
-def _shards_now(
-    actor: TrainedRole, lora: LoraConfig, trained: FlatParameters, tensors: EightBitTensors
-) -> Callable[[str], Tensor]:
-    """Name of a tensor with codes -> this rank's training shard, with adapters merged in where they are merged."""
-    shards = trained_shards(trained.buffers, trained.member, set(tensors.codes))
-    if not lora.is_merged:
-        return shards.__getitem__
-    merged = merged_parameters(actor)
-    adapted = {actor.base.specs[name].tensor.name: name for name in actor.base.parameters if name in merged.pairs}
-    return lambda name: merged.write(adapted[name]) if name in adapted else shards[name]

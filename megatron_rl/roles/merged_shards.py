@@ -5,7 +5,7 @@ The trainer's tensors are read and never written. Every merge begins with the ba
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,14 @@ class MergedShards:
         ]
         ordered = tuple(sorted(slots, key=lambda slot: (slot.buffer, slot.offset)))
         return FlatParameters((*whole.buffers, self.buffer.data), replace(whole.member, held=ordered))
+
+    def merging(self, shards: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        """Return a function of a tensor's name in generation: its shard of the base with adapters merged in, made when
+        it is asked for, or one of `shards` that has none.
+        """
+        base, merged = self._role.base, self._merged
+        adapted = {base.specs[name].tensor.name: name for name in base.parameters if name in merged.pairs}
+        return lambda name: merged.write(adapted[name]) if name in adapted else shards[name]
 
     @torch.no_grad()
     def renew(self) -> None:
