@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from megatron_rl.config.lora import LoraConfig
@@ -52,9 +53,10 @@ def pipeline_seconds(total: float, slowest: float, num_micro_batches: int, vpp_s
     return num_micro_batches * slowest + (total - slowest) / vpp_size
 
 
+@lru_cache(maxsize=1024)
 def share_read(length: int, size: int, window: int) -> float:
     """Return the share of other context-parallel ranks' tokens of a sequence that a rank reads with a window, on the
-    average of ranks.
+    average of ranks. Kept, as a search asks for few values again and again.
     """
     long, num_read = max(1, length // (2 * size)), 0
     for rank, chunk in product(range(size), range(2 * size)):
