@@ -25,12 +25,12 @@ LOADED, SUFFIXES = (METADATA, ROLE_FILE, "metadata.json"), (".distcp", ".pt")
 
 
 def reference_of(role: str) -> str:
-    """The name of a role's reference that has moved, and lives in another pool, in checkpoints and copies."""
+    """Return the name, in checkpoints and copies, of a role's reference that has moved and is in another pool."""
     return f"{role}_reference"
 
 
 def reference_beside(folder: Path) -> Path:
-    """The folder of the reference of the policy that is in `folder`."""
+    """Return the folder of such a reference. folder: that of its policy in the same checkpoint."""
     return folder.with_name(reference_of(folder.name))
 
 

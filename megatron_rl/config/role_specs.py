@@ -66,8 +66,10 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Following:
-    """How a role takes the weights of `leader`, a role of another pool. share: of these in the new ones. every: steps
-    from one transfer to the next. is_kept: checkpoints keep the role's weights; else these are always the leader's.
+    """Settings of a role that takes the weights of `leader`, a role of another pool.
+
+    share: part of the leader's weights in the new ones, in (0, 1]. every: steps from one transfer to the next. is_kept:
+    checkpoints keep the role's weights; else these are always the leader's.
     """
 
     leader: str

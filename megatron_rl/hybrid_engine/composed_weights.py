@@ -17,7 +17,7 @@ from megatron_rl.hybrid_engine.plan import ON_HOST
 
 
 class OwnMemory(Protocol):
-    """What a rank makes of its training shards, in memory that can be released. label: its name in the memory plan."""
+    """Memory with what a rank makes of its training shards; it can be released. label: its name in the memory plan."""
 
     label: str
 
@@ -75,7 +75,7 @@ class ComposedWeights:
         return {name: tensor for tensors in asked for name, tensor in tensors.items()}
 
     def gather(self) -> Bytes:
-        """Make what is this rank's own, and bring what is not here; returns what was received from other ranks."""
+        """Renew this rank's own memory, and receive what is missing; returns the bytes that came from other ranks."""
         for own in self.made:
             own.renew()
         for part in self.parts:

@@ -132,7 +132,7 @@ def named(tensors: Mapping[str, LogicalTensor], names: Sequence[str] | None) -> 
 
 
 def wanted_by(member: Member) -> Wanted | None:
-    """What a member wants, by which its replicas are known; None: nothing."""
+    """Return the place and the names that a member wants, equal for its replicas; None: it wants nothing."""
     return None if member.wanted is None else (member.wanted, member.names)
 
 

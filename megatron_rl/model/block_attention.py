@@ -29,7 +29,7 @@ FEWEST_QUERIES = 64
 """Fewer queries of a window are not multiplied alone. Larger tiles have more keys that only some of them see."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values."""
+"""Gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Which = Tensor | slice | None
 
 
 class Faces(Protocol):
-    """What a block computes: `Facing`, or the slots of segments."""
+    """The computation of a block: `Facing`, or the slots of segments."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
         """See `Facing.forward`."""
