@@ -14,6 +14,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Largest error of output and gradients, as share of the largest one; bfloat16. A CPU has the padded form alone."""
     from megatron_rl.device import has_varlen_attention
     from megatron_rl.model.attention import bucketed, varlen
+    from megatron_rl.model.block_attention import AttentionKind
     from megatron_rl.model.segments import Segments
 
     lengths = (1, 7, 33, 130, 64) if small else (1, 7, 33, 1025, 130, 2000, 64, 513)
@@ -25,7 +26,8 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
             *given, grad = (
                 torch.randn(shape, generator=generator, device=device).bfloat16().double() for shape in shapes
             )
-            forms = {"padded": lambda *x, w=window: bucketed(*x, segments, window=w)}
+            kind = AttentionKind(window=window)
+            forms = {"padded": lambda *x, kind=kind: bucketed(*x, segments, kind)}
             expected = both_ways(forms["padded"], given, grad)
             if has_varlen_attention(given[0].bfloat16()):
                 forms["packed"] = lambda *x, w=window: varlen(*x, segments, w)
