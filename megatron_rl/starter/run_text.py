@@ -54,7 +54,7 @@ custom_reward_function:
 trainer:
   device: {device}
   nnodes: {nnodes}
-  n_gpus_per_node: {per_node}
+  n_gpus_per_node: {per_node}{launcher}
   total_training_steps: {steps}
   test_freq: {test_freq} # validate every N steps
   save_freq: {save_freq} # write a checkpoint every N steps; -1: never
@@ -124,6 +124,7 @@ class RunText:
     def text(self, tp: int, pp: int, batch: BatchSize) -> str:
         """Return the whole file."""
         per_node = min(max(1, self.num_gpus), GPUS_PER_NODE)
+        nnodes = max(1, self.num_gpus) // per_node
         cache = SMALL_CACHE if self.is_tiny or self.is_small else CACHE
         cpu = CPU | {"mini_batch": batch.prompts, "cache": f"kv_cache_memory_bytes: {cache} # held while generating"}
         sizes = {"prompts": batch.prompts, "samples": batch.samples, "tp": tp, "pp": pp, "per_node": per_node}
@@ -137,7 +138,8 @@ class RunText:
             **sizes,
             **limits,
             **paths,
-            nnodes=max(1, self.num_gpus) // per_node,
+            nnodes=nnodes,
+            launcher="" if nnodes > 1 else "\n  launcher: local # all ranks on this machine; ray: also on others",
             reward=reward,
             data_keys=keys,
             lr=TINY_LR if self.is_tiny else SMALL_LR if self.is_small else LR,

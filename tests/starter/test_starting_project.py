@@ -73,7 +73,10 @@ def test_the_first_layout_that_fits_is_taken(tmp_path: Path) -> None:
     config = write_project(tmp_path / "mine", QWEN, "math", 8, is_tiny=False)
     megatron = config.actor_rollout_ref.actor.megatron
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 1)
-    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device) == (1, 8, "cuda")
+    trainer = config.trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.launcher) == (1, 8, "cuda", "local")
+    trainer = write_project(tmp_path / "of_two_nodes", QWEN, "math", 16, is_tiny=False).trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.launcher) == (2, 8, "ray")
     assert len((tmp_path / "mine/train.jsonl").read_text().splitlines()) == 256
     row = json.loads((tmp_path / "mine/val.jsonl").read_text().splitlines()[0])
     assert row["data_source"] == "mine/math"
