@@ -20,7 +20,13 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
-from megatron_rl.config.user_files import UserFileConfig
+
+
+@dataclass
+class UserFileConfig:
+    path: FilePath | None = None
+    """Python file with your own function (a policy loss, an advantage estimator), or with the scorer class of that
+    name."""
 
 
 @dataclass

@@ -20,7 +20,6 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.eight_bit_rollouts import FP8
 from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.config.keys import (
     ELEMENT_GROUPS,
@@ -36,6 +35,7 @@ from megatron_rl.config.keys import (
 )
 from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
 from megatron_rl.config.problems import like_name, raise_problems, refused, violations_of
+from megatron_rl.config.rollout_keys import FP8
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import OVERRIDE, TAKEN_AWAY, Setting
 from megatron_rl.config.synonyms import key_note, suggested_key

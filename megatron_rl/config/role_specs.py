@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.role_kinds import Head, RoleKind
+from megatron_rl.config.rollout_keys import MTPUse
 
 
 @dataclass(frozen=True)

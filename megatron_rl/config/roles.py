@@ -19,7 +19,6 @@ from megatron_rl.config.algorithms import (
     uses_reference,
 )
 from megatron_rl.config.distillation_keys import SELF, TeacherConfig
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.role_kinds import ACTOR as ACTOR
@@ -36,6 +35,7 @@ from megatron_rl.config.role_specs import Mixed as Mixed
 from megatron_rl.config.role_specs import PassCall as PassCall
 from megatron_rl.config.role_specs import PassSpec as PassSpec
 from megatron_rl.config.role_specs import RoleSpec as RoleSpec
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT

@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_rl.config.algorithm_keys import AlgorithmConfig
-from megatron_rl.config.async_training import AsyncTrainingConfig
+from megatron_rl.config.algorithm_keys import AlgorithmConfig, UserFileConfig
 from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.constraints import (
     OURS,
@@ -34,23 +33,17 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.distillation_keys import DistillationConfig
-from megatron_rl.config.drafts import MTP, Drafts, MTPUse
-from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
-from megatron_rl.config.elastic_replicas import ElasticReplicas
-from megatron_rl.config.last_tokens import LastTokens
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
-from megatron_rl.config.multi_turn import MultiTurnConfig
-from megatron_rl.config.pretraining import PretrainingConfig
-from megatron_rl.config.prompt_rows import PromptRowsConfig
-from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
-from megatron_rl.config.reference_keys import RefConfig
+from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follow_actor_in_all, follows
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
-from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig, TaskDataConfig
-from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS, TrainerConfig
-from megatron_rl.config.user_files import UserFileConfig
+from megatron_rl.config.rollout_keys import MTP, AsyncTrainingConfig, MTPUse, RolloutConfig
+from megatron_rl.config.tasks import DPOConfig, PretrainingConfig, RewardTrainingConfig, TaskDataConfig
+from megatron_rl.config.trainer import GLOBAL_POOL, RANKS, TrainerConfig
 
 MISSING = "???"
+
+GROUND_TRUTH = "reward_model.ground_truth"
+"""The field of verl's schema that has the expected answer."""
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """How the loss terms of tokens are averaged into one loss."""
@@ -61,6 +54,7 @@ def mini_batch(config: RunConfig) -> int:
     return max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size) if config.generates else 1
 
 
+MostRows = Annotated[int, Or(-1, "all rows"), Ge(1), Le(10**12)]
 BatchPrompts = Annotated[int, Ge(1), AtMost(10**6), Nearest(mini_batch)]
 
 
@@ -73,7 +67,21 @@ class PoolConfig:
 
 
 @dataclass
-class DataConfig(TaskDataConfig, PromptRowsConfig):
+class PromptSamplerConfig:
+    """A class of the user's that chooses the training prompts."""
+
+    path: Annotated[FilePath | None, OURS] = None
+    """Python file with a class that chooses the training prompts (a curriculum). The class is created with (rows,
+    batch_size, seed, **kwargs) and has next_indices() -> positions, update(positions, scores), state_dict() and
+    load_state_dict(state)."""
+    name: Annotated[str, OURS] = "PromptSampler"
+    """Name of the class in data.sampler.path."""
+    kwargs: Annotated[dict[str, Any], OURS] = field(default_factory=dict)
+    """Further keyword arguments of the class in data.sampler.path."""
+
+
+@dataclass
+class DataConfig(TaskDataConfig):
     train_files: Annotated[Any, IsPath()] = MISSING
     """Parquet or jsonl file with the training prompts, in verl's row schema or with columns that keys below name; or a
     list of such files."""
@@ -81,11 +89,22 @@ class DataConfig(TaskDataConfig, PromptRowsConfig):
     """Shares of every batch that come from each of train_files, to any total; null: all prompts are one set."""
     val_files: Annotated[Any, IsPath()] = MISSING
     """File, or list of files, with the held-out prompts."""
+    train_max_samples: MostRows = -1
+    """Rows of train_files to use, in all; -1: all. With data.shuffle they are chosen at random by data.seed, as in
+    verl; without, the first ones are used."""
+    val_max_samples: MostRows = -1
+    """Rows of val_files to use, chosen as with train_max_samples; -1: all."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
+    ground_truth_key: Annotated[str | None, OURS] = GROUND_TRUTH
+    """Column with the expected answer, such as answer; a field of a struct is named with a dot. null: rows have none,
+    and the reward function gets None."""
     reward_fn_key: str = "data_source"
     """Column with the data source of a row, which the reward function gets and which validation metrics are grouped
     by."""
+    default_data_source: Annotated[str | None, OURS] = None
+    """Data source of rows that have none in column reward_fn_key, such as openai/gsm8k; null: every row must have its
+    own where a reward function scores it, and the file's name is taken where none does."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the tokenizer's chat template, such as enable_thinking."""
     train_batch_size: BatchPrompts = 64
@@ -243,89 +262,29 @@ class ActorConfig:
 
 
 @dataclass
-class ValKwargsConfig:
-    n: Annotated[int, Ge(1), AtMost(10**5)] = 1
-    """Responses to each held-out prompt; more than one needs do_sample=true."""
-    do_sample: bool = False
-    """Sample the validation responses; false: greedy decoding."""
-    temperature: Positive = 1.0
-    """Temperature of the validation samples, with do_sample=true."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling (top-p) mass of the validation samples."""
-    top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
-    """Sample the validation responses among the k likeliest tokens; -1: all tokens."""
+class RefConfig:
+    """The reference of a KL, and of `dpo.reference=on_the_fly`."""
 
-
-@dataclass
-class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
-    name: Annotated[str, OneOf(("vllm",))] = "vllm"
-    """Generation engine; vllm is the only one."""
     pool: Annotated[str, OURS] = "${actor_rollout_ref.actor.pool}"
-    """The pool whose ranks generate. In the actor's pool vLLM reads the actor's memory; to another pool weights are
-    sent."""
-    nnodes: Annotated[int, Ge(0), Le(MOST_RANKS)] = 0
-    """Nodes of rollout_pool, a pool for generation only; needs actor_rollout_ref.hybrid_engine=false."""
-    n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
-    """Ranks per node of rollout_pool: GPUs, or processes when trainer.device=cpu."""
-    n: Annotated[int, Ge(1), AtMost(10**5)] = 1
-    """Samples (responses) per prompt: the size of a group."""
-    temperature: Annotated[float, Ge(0.01)] = 1.0
-    """Sampling temperature, also applied to the trainer's log-probs; at least 0.01, the engine's lowest."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling (top-p) mass. Below 1 the sampled distribution differs from the trained one."""
-    top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
-    """Sample among the k likeliest tokens; -1: all tokens."""
-    tensor_model_parallel_size: Size = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
-    """Tensor parallel size of generation; it may differ from the training TP."""
-    max_num_seqs: Annotated[int, Ge(1), AtMost(2**20)] = 256
-    """Largest number of sequences that one replica decodes together."""
-    max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
-    """Largest number of tokens in one engine step."""
-    kv_cache_memory_bytes: Annotated[int, Ge(1), AtMost(2**50), OURS] = 1 << 30
-    """Bytes of the KV cache of each rank; it is allocated only during generation."""
-    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1), Nearest(0.5)] = None
-    """Share of a GPU's memory for weights, KV cache and forward passes of generation, as in vLLM. The KV cache gets
-    what the planner finds left of it, in place of kv_cache_memory_bytes. No effect on CPUs."""
-    drop_train_weights: Annotated[bool, OURS] = False
-    """Free the training copy of the weights during generation where rollout TP < training TP: the rollout shards
-    contain all of it, and it is rebuilt from them bit for bit afterwards. Saves memory, costs a copy."""
-    verify_weights_every: Annotated[Count, OURS] = 1
-    """Compare checksums of all received weights with their owners' at every Nth resharding; 0: at the first only, which
-    is always checked."""
-    update_weights_bucket_megabytes: Size = 32
-    """Scratch memory of resharding in MiB, and the largest message of a weight transfer."""
-    weight_deltas: Annotated[bool, OURS] = False
-    """With a rollout pool of its own: send only weights that changed since the last transfer. Training ranks then keep
-    what they sent last: one more copy of the rollout weights, spread over them."""
-    enforce_eager: bool = True
-    """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
-    true: neither. Default: false on GPUs; on CPUs, which have no graphs, true is the only choice."""
-    disable_custom_all_reduce: Annotated[bool, OURS] = True
-    """false: vLLM reduces small tensors over NVLink with its own all-reduce kernel, in groups of 2, 4, 6 or 8 ranks on
-    one node. Ranks then see all GPUs of their node, and torch's allocator uses no expandable segments, which that
-    kernel cannot share. No effect on CPUs."""
-    log_prob_micro_batch_size_per_gpu: Size = 128
-    """Samples per forward pass when the trainer recomputes log-probs, where log_prob_use_dynamic_bsz is false."""
-    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill the micro-batches of the recomputed log-probs by tokens instead of by samples."""
-    log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens per forward pass that recomputes log-probs, where log_prob_use_dynamic_bsz is true."""
-    enable_rollout_routing_replay: bool = False
-    """MoE models: let the engine return the experts of every token, so that metrics compare them with the trainer's.
-    actor.router_replay.mode=R3 always does."""
-    logprob_diff_bound: Annotated[Positive, OURS] = 1e-3
-    """Largest allowed |rollout log-prob - trainer log-prob| of 99% of a step's sampled tokens; above it the run stops.
-    Rounding in float32 gives about 1e-5 (at most 3e-5 in the demo), a stale or misplaced weight 1e-2 and more. Default:
-    1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8. With top_p or top_k the part that their cut
-    explains does not count."""
-    logprob_diff_mean_bound: Annotated[Positive, OURS] = 1e-4
-    """Largest allowed mean of |rollout log-prob - trainer log-prob| over a step's sampled tokens; above it the run
-    stops. Default: 1e-4 for float32, 0.05 for bfloat16, 0.005 for float16, 0.1 for fp8."""
-    logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0), OURS] = None
-    """First N steps of a run in which a log-prob difference above the bounds is only a warning; null: 5 on GPUs, else
-    0."""
-    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
-    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    """The pool whose ranks have the frozen reference model."""
+    log_prob_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    """Samples per forward pass of the reference, where log_prob_use_dynamic_bsz is false."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
+    """Fill the reference's micro-batches by tokens instead of by samples."""
+    log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
+    """Tokens per forward pass of the reference, where log_prob_use_dynamic_bsz is true."""
+    sync_ref_model: Annotated[bool, OURS] = False
+    """Move the reference (TR-DPO): every ref_model_sync_steps steps it becomes a * policy + (1 - a) * reference, with a
+    = ref_model_mixup_alpha."""
+    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1), OURS] = 0.6
+    """sync_ref_model: share of the policy in the new reference; 1: the reference becomes the policy."""
+    ref_model_sync_steps: Annotated[Size, OURS] = 512
+    """sync_ref_model: training steps from one refresh of the reference to the next."""
+    megatron: MegatronConfig = field(default_factory=follow_actor_in_all)
+
+    def is_refreshed_after(self, step: int) -> bool:
+        """Whether the reference moves to the policy once this step is taken."""
+        return self.sync_ref_model and step % self.ref_model_sync_steps == 0
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Keys of the tasks other than PPO: sft, reward and dpo. No torch.
+"""Keys of the tasks other than PPO: sft, reward and dpo; and of PPO's pretraining loss. No torch.
 
 A task takes one optimizer step per step, on `data.train_batch_size` examples, each read once per epoch; nothing is
 generated. `sft` and `dpo` train the actor, under `actor_rollout_ref.actor`; `reward` trains the critic's architecture,
@@ -8,12 +8,13 @@ under `critic`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_rl.config.constraints import OURS, FilePath, NotNegative, OneOf, Positive
+from megatron_rl.config.constraints import OURS, FilePath, IsPath, NotNegative, NumPrompts, OneOf, Positive
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
+from megatron_rl.config.megatron import follows
 
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
 TASKS = (PPO, SFT, REWARD, DPO)
@@ -77,6 +78,27 @@ class TaskDataConfig(ExampleKeys):
     """reward_training.loss=regression: column with the score of a response."""
     margin_key: Annotated[str | None, OURS] = None
     """Column with the margin by which the chosen response is better, or with scores whose difference is the margin."""
+
+
+@dataclass
+class PretrainingConfig(ExampleKeys):
+    """The group `ptx`: the pretraining loss in PPO (PPO-ptx; Ouyang et al., "Training language models to follow
+    instructions with human feedback", arXiv:2203.02155, eq. 2). Columns and lengths mean what they mean in `data` for
+    `sft`.
+    """
+
+    coef: NotNegative = 0.0
+    """PPO-ptx: weight of the cross-entropy of further examples in the actor's loss (InstructGPT's gamma); 0: off."""
+    files: Annotated[Any, IsPath()] = None
+    """Parquet or jsonl file with plain text, conversations, or prompts with responses; or a list of such files."""
+    file_weights: list[float] | None = None
+    """Shares of the examples that come from each of files, to any total; null: all examples are one set."""
+    mini_batch_size: NumPrompts = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
+    """Further examples per optimizer step of the actor, in addition to its samples, with the same micro-batch sizes."""
+    truncation: Annotated[str, OneOf(("error", "left", "right", "drop"))] = "error"
+    """Examples longer than max_length: error | left, right: cut that side off | drop: leave them out."""
+    prompt_key: str | None = None
+    """Column of ptx.files with the prompt; null: found by the columns' names, and reported."""
 
 
 @dataclass

@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 from megatron_rl.config.algorithm_keys import KlCtrlConfig
 from megatron_rl.config.algorithms import bypasses
-from megatron_rl.config.schema import ActorConfig, CriticConfig, RolloutConfig, RunConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, RunConfig
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.experience.rewards_and_advantages import (

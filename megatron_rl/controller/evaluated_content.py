@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.identity import SHOWN, WEIGHTS, folder_identity, weights_digest
 from megatron_rl.checkpoint.listed_digests import digest_of
 from megatron_rl.checkpoint.weight_files import read_weight_files
-from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
-from megatron_rl.config.prompt_rows import GROUND_TRUTH
-from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.schema import GROUND_TRUTH, RunConfig, as_list
 from megatron_rl.planning.config_json import ConfigJsonError, read_config_json
 from megatron_rl.planning.hub_cache import model_folder
 
@@ -31,6 +29,7 @@ NEWER_PROMPT_KEYS = {"ground_truth_key": GROUND_TRUTH, "default_data_source": No
 """Keys, with their defaults, that count where they are set: evaluations of older versions do not have them."""
 ROW_KEYS = ("val_max_samples", "shuffle", "seed")
 """Keys that choose rows, where val_max_samples is set."""
+EIGHT_BIT_KEYS = ("quantization", "quantization_block_size")
 SCORE_KEYS = ("rule_weight", "failed_score", "overlong_buffer")
 MODEL_KEYS = ("model", "weight", "data_sources", "normalize_reward", "reward_clip_range", "max_length")
 NO_MATTER = ("num_workers", "planned_wait_s")
@@ -50,7 +49,7 @@ def evaluated_content(config: RunConfig) -> dict[str, Any]:
         | {key: getattr(data, key) for key in PROMPT_KEYS}
         | {key: value for key, usual in NEWER_PROMPT_KEYS.items() if (value := getattr(data, key)) != usual}
         | ({key: getattr(data, key) for key in ROW_KEYS} if data.val_max_samples > 0 else {}),
-        "eight_bits": {key.name: getattr(rollout, key.name) for key in fields(EightBitRollouts)},
+        "eight_bits": {key: getattr(rollout, key) for key in EIGHT_BIT_KEYS},
         "rule": {"path": rule.path, "name": rule.name, "reward_kwargs": rule.reward_kwargs}
         | ({"per_group": True} if rule.per_group else {}),  # evaluations of older versions do not have it
         "scores": {key: value for key, value in asdict(scored).items() if key in SCORE_KEYS},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from megatron_rl.agents.episode import Reply
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.drafts import EARLIER, Drafts
 from megatron_rl.config.elastic_pools import elastic_pools
-from megatron_rl.config.last_tokens import extra_groups
 from megatron_rl.config.roles import ROLLOUT, Placement
+from megatron_rl.config.rollout_keys import DRAFT_KEYS, EARLIER, extra_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.errors import ConfigError
@@ -132,7 +131,7 @@ def settings_of(rules: ScheduleConfig, config: RunConfig) -> dict[str, Any]:
 def drafts_of(config: RunConfig) -> dict[str, Any] | None:
     """The keys of speculative decoding, which decide how many tokens an engine step brings; None without it."""
     keys = config.actor_rollout_ref.rollout
-    return {key.name: getattr(keys, key.name) for key in fields(Drafts)} if keys.speculative else None
+    return {key: getattr(keys, key) for key in DRAFT_KEYS} if keys.speculative else None
 
 
 def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[str, Any]) -> None:

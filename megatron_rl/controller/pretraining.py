@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.end_tokens import EndTokens
-from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.roles import pretraining_length
 from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.tasks import PretrainingConfig
 from megatron_rl.data.examples import Example, token_batch
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.reading import read_examples

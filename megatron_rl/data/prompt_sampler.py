@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
+from megatron_rl.config.schema import PromptSamplerConfig
 from megatron_rl.config.user_functions import load_class, reward_errors
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import PromptCursor

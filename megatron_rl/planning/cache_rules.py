@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.keys import ROLLOUT
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.planning.model_folder import ModelSizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 
-from megatron_rl.config.drafts import MTP
 from megatron_rl.config.keys import ROLLOUT
+from megatron_rl.config.rollout_keys import MTP
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 

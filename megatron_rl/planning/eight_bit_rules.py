@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.eight_bit_rollouts import FP8, SMALLEST_BLOCK
 from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.problems import divisors, nearest_number
+from megatron_rl.config.rollout_keys import FP8, SMALLEST_BLOCK
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import eight_bit_names, tensors_of

@@ -21,10 +21,9 @@ from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
 from megatron_rl.config.multi_turn import AgentConfig, EnvironmentConfig
 from megatron_rl.config.problems import missing_file, nearest_name, refused
-from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
 from megatron_rl.config.roles import roles_of
-from megatron_rl.config.schema import DataConfig, RunConfig, as_list
+from megatron_rl.config.schema import DataConfig, PromptSamplerConfig, RunConfig, as_list
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.user_functions import definitions_in

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.keys import ROLLOUT, followed_keys
 from megatron_rl.config.problems import without_echoes
 from megatron_rl.config.role_kinds import StartsFrom
 from megatron_rl.config.roles import PoolSpec, roles_of
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.single_values import magnitude_problems
 from megatron_rl.config.validate import value_problems

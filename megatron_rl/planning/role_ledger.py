@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.config.roles import PassSpec, RoleSpec, followed_policies
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_emulated, is_in_eight_bits, mtp_specs

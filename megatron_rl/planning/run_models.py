@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, policy_agg_mode, scored_columns
 from megatron_rl.config.declarations import KL_ESTIMATES
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.roles import RoleSpec
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch

@@ -21,9 +21,9 @@ from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.checkpoint.peft_folder import load_adapters
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.device import Device
 from megatron_rl.model.adapters import AdapterSet
 from megatron_rl.model.eight_bits import emulate_eight_bits

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.roles import RoleSpec
+from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.dispatch import Dispatch, remote_method
 from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
 from megatron_rl.observe.memory_ledger import storage_bytes

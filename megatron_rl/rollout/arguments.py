@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.drafts import EARLIER, MTP
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import EARLIER, MTP, RolloutConfig
 from megatron_rl.model.parts import Attention
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from megatron_rl.config.drafts import EARLIER
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import EARLIER, RolloutConfig
 from megatron_rl.rollout.draft_search import Tokens, guess, joined
 
 

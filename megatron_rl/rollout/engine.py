@@ -16,8 +16,7 @@ from vllm import LLM, ModelRegistry
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from megatron_rl.config.drafts import EARLIER
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import EARLIER, RolloutConfig
 from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.model.families import KNOWN_TYPES
 from megatron_rl.model.parts import Attention

@@ -20,7 +20,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from megatron_rl.config.drafts import EARLIER
+from megatron_rl.config.rollout_keys import EARLIER
 from megatron_rl.observe.liveness import counting, finished_one
 from megatron_rl.records import Sampling
 from megatron_rl.remote_columns import ColumnPiece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megatron_rl.config.prompt_rows import GROUND_TRUTH
+from megatron_rl.config.schema import GROUND_TRUTH
 from megatron_rl.config.synonyms import ANSWERS, PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.errors import ConfigError
 

@@ -31,8 +31,8 @@ from sleeping_roles import SleepingHost, SleepingRollout
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import Replica
 from megatron_rl.cluster.waiting import get_all
-from megatron_rl.config.last_tokens import extra_groups
 from megatron_rl.config.roles import ROLLOUT
+from megatron_rl.config.rollout_keys import extra_groups
 from megatron_rl.records import Prompts, ragged
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.in_flight import InFlightBatches

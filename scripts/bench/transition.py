@@ -39,7 +39,7 @@ from transition_split import (
     SplitOurs,
 )
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
 from megatron_rl.parallel.sharding import LogicalTensor
 
 LAYOUTS = [

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
+from megatron_rl.config.schema import PromptSamplerConfig
 from megatron_rl.data.prompt_mixture import MixtureCursor, PromptFile
 from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.errors import ConfigError, RewardError

@@ -10,7 +10,7 @@ from tiny_models import run_config, save_llama
 
 from megatron_rl.columns import SCORING
 from megatron_rl.config.load import DIFF_BOUNDS
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
 from megatron_rl.controller.algorithm import parity_problem
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.records import Sampling

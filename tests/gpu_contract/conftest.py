@@ -29,7 +29,7 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def cuda_arguments(moe_folder: str) -> dict[str, Any]:
     """What `LLM` is called with on CUDA, for a rollout of one rank in bfloat16."""
-    from megatron_rl.config.schema import RolloutConfig
+    from megatron_rl.config.rollout_keys import RolloutConfig
     from megatron_rl.model.families import Model
     from megatron_rl.rollout.arguments import engine_arguments
 

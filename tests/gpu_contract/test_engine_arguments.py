@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
 from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.roles.environment import worker_environment
 from megatron_rl.rollout.arguments import compilation, engine_arguments

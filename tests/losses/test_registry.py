@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.algorithm_keys import AlgorithmConfig
+from megatron_rl.config.algorithm_keys import AlgorithmConfig, UserFileConfig
 from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES
 from megatron_rl.config.schema import ActorConfig, PolicyLossConfig
-from megatron_rl.config.user_files import UserFileConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses import policy
 from megatron_rl.losses.estimators import Samples, load_estimator

@@ -7,7 +7,8 @@ import torch
 
 from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.megatron import OptimConfig
-from megatron_rl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RolloutConfig, RunConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
+from megatron_rl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RunConfig
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.roles.rank import in_optimizer_steps
 from megatron_rl.roles.training import lr_scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
 from megatron_rl.rollout.arguments import PROPOSER, draft_arguments
 from megatron_rl.rollout.earlier_proposer import EarlierProposer
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.last_tokens import extra_groups
+from megatron_rl.config.rollout_keys import extra_groups
 from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.engine_model import Engine, draw
 from megatron_rl.sampling.group_map import GroupMap

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
-from megatron_rl.config.prompt_rows import GROUND_TRUTH
+from megatron_rl.config.schema import GROUND_TRUTH
 from megatron_rl.errors import ConfigError
 from megatron_rl.starter.expected_answers import suited_kind
 from megatron_rl.starter.held_out_split import held_out_rows, split

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megatron_rl.config.drafts import EARLIER, MTP
-from megatron_rl.config.eight_bit_rollouts import FP8
 from megatron_rl.config.keys import ACTOR, ROLLOUT
+from megatron_rl.config.rollout_keys import EARLIER, FP8, MTP
 from megatron_rl.planning.features import Feature, Relation, Requirement, RunFacts, Use, equals, where
 
 QUANTIZATION, DROP = f"{ROLLOUT}.quantization", f"{ROLLOUT}.drop_train_weights"
