@@ -24,7 +24,7 @@ from rich.table import Table
 from megatron_rl.observe.colors import FAINT, INK, LABEL
 from megatron_rl.observe.curves import COLORS, TITLE
 from megatron_rl.observe.summary import plain_table
-from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.trial import read_metrics
 
 RUNS = ("sft", "reward", "ppo")
 ACCURACY, SCORE = "/acc/mean@1", "/rm_score/mean@1"

@@ -22,7 +22,7 @@ from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import broken_rules, dry_run_table, rule_lines
 from megatron_rl.trials.golden import read_golden, write_golden
 from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, reported, run_nightly
-from megatron_rl.trials.planned import plan_points
+from megatron_rl.trials.points import plan_points
 from megatron_rl.trials.trial_outcome import FAILED, TrialOutcome
 
 SOME_POINTS_FAILED = 11

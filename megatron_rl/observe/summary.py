@@ -1,4 +1,4 @@
-"""Tables on the console, and the files of a run that are read after it: its summary, and tables of samples."""
+"""Tables on the console and in markdown, and the files of a run that are read after it: summary, tables of samples."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
     """(name, before, after) per row, with the change."""
     texts = ((name, f"{old:.3f}", f"[bold]{new:.3f}", f"{new - old:+.3f}") for name, old, new in rows)
     return plain_table("Before and after", ("metric", "before", "after", "change"), texts)
+
+
+def markdown_table(headings: Sequence[object], rows: Iterable[Sequence[object]], rule: str = "---") -> list[str]:
+    """Return the lines of a table. rule: of all columns but the first; "---:" aligns numbers to the right."""
+
+    def line(cells: Sequence[object]) -> str:
+        # Characters that would end the cell or the line early are escaped.
+        return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return [line(headings), "|" + "|".join(["---", *(rule for _ in headings[1:])]) + "|", *map(line, rows)]
+
+
+def markdown_block(title: str, lines: Sequence[str]) -> list[str]:
+    """Return a title, then the lines unchanged."""
+    return [title, "", "```", *lines, "```"]
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

@@ -14,8 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import opened_to_append, replace_file
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ablation_report import as_csv, as_markdown
-from megatron_rl.trials.planned import PlannedPoint, trial_of
-from megatron_rl.trials.points import Point
+from megatron_rl.trials.points import PlannedPoint, Point, trial_of
 from megatron_rl.trials.record import Record, must_run, read_record, record_of, together, write_record
 from megatron_rl.trials.result import ResultRow, rows_of
 from megatron_rl.trials.trial import TimeLimits, Trial, require_own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,12 +14,10 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.errors import Violation, shown
-from megatron_rl.observe.summary import plain_table
+from megatron_rl.observe.summary import markdown_block, markdown_table, plain_table
 from megatron_rl.planning.plan_tables import amount
-from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.planned import PlannedPoint
-from megatron_rl.trials.ranking import ranking_lines
+from megatron_rl.trials.points import PlannedPoint
 from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
@@ -25,6 +25,8 @@ CSV_PHASES = {phase: f"{phase.replace('-', '_')}_s" for phase in (*PHASES, REST)
 """Phase -> its column in ablation.csv."""
 SHOWN_POINTS = 4
 """Points that a broken rule names."""
+LEAST_RANKED = 3
+"""An order of fewer points says nothing."""
 LEGEND = """\
 - step s: median, smallest to largest of the steps that count; the five columns after it are medians, too, so they need
   not add up to it exactly. log-probs: of policy and reference, and values; update: critic and actor; reshard: to
@@ -72,17 +74,17 @@ def as_markdown(rows: Sequence[ResultRow], ablation: AblationConfig, picture: st
     other = [row for row in rows if row.outcome not in (TrialOutcome.FINISHED, TrialOutcome.INVALID)]
     if other:
         cells = [(row.planned.label, row.outcome, _formatted(row.seconds, "{:.0f}"), row.reason) for row in other]
-        lines += ["", "## Not finished", "", *markdown.table(("point", "outcome", "seconds", "reason"), cells)]
+        lines += ["", "## Not finished", "", *markdown_table(("point", "outcome", "seconds", "reason"), cells)]
         for row in other:
             if row.tail and row.outcome is not TrialOutcome.INTERRUPTED:
-                lines += ["", *markdown.block(f"The end of what {row.name} printed:", row.tail)]
+                lines += ["", *markdown_block(f"The end of what {row.name} printed:", row.tail)]
     invalid = [row for row in rows if row.outcome is TrialOutcome.INVALID]
     if invalid:
         names: dict[str, list[str]] = {}
         for row in invalid:
             names.setdefault(row.reason, []).append(row.name)
         rules = [(", ".join(points), reason) for reason, points in names.items()]
-        lines += ["", "## Invalid", "", *markdown.table(("points", "rule"), rules)]
+        lines += ["", "## Invalid", "", *markdown_table(("points", "rule"), rules)]
     return "\n".join(lines) + "\n"
 
 
@@ -93,6 +95,60 @@ def largest_difference(scores: Sequence[Sequence[float]]) -> float | None:
     if len(scores) < 2:
         return None
     return max((max(step) - min(step) for step in zip(*scores, strict=False)), default=None)
+
+
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Kendall's tau-b: pairs in the same order less pairs in the opposite order, over the pairs that are not tied; 0 if
+    all of either are equal (Kendall, Biometrika 33, 1945).
+    """
+    agreeing = tied_predicted = tied_measured = pairs = 0
+    for (a, b), (c, d) in itertools.combinations(zip(predicted, measured, strict=True), 2):
+        first, second = _sign(a - c), _sign(b - d)
+        agreeing += first * second
+        tied_predicted += first == 0
+        tied_measured += second == 0
+        pairs += 1
+    size = (pairs - tied_predicted) * (pairs - tied_measured)
+    return agreeing / math.sqrt(size) if size else 0.0
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    """Predicted over measured seconds, less 1: below 0 where the prediction is too fast."""
+    return [guess / seconds - 1 for guess, seconds in zip(predicted, measured, strict=True)]
+
+
+def ranking_lines(rows: Sequence[ResultRow], chosen: str | None = None) -> list[str]:
+    """A section of the report on the points that finished; empty if they are fewer than `LEAST_RANKED`.
+
+    chosen: the name of a point, such as the one that `map` offered; None: the point predicted to be the fastest. The
+    regret says how much longer the chosen point takes than the best, as a share.
+    """
+    steps = {
+        row.name: (row.planned.expected.step_s, row.result.step_s[0])
+        for row in rows
+        if row.result is not None and row.planned.expected is not None
+    }
+    if len(steps) < LEAST_RANKED:
+        return []
+    predicted, measured = zip(*steps.values(), strict=True)
+    errors = [abs(error) for error in relative_errors(predicted, measured)]
+    choice = chosen if chosen in steps else min(steps, key=lambda name: steps[name][0])
+    best = min(steps, key=lambda name: steps[name][1])
+    chosen_s, best_s = steps[choice][1], steps[best][1]
+    facts = [
+        ("points", len(steps)),
+        ("Kendall's tau", f"{kendall_tau(predicted, measured):.2f}"),
+        ("median error", f"{statistics.median(errors):.0%}"),
+        ("largest error", f"{max(errors):.0%}"),
+        (f"chosen: {choice}", f"{chosen_s:.3g} s"),
+        (f"best: {best}", f"{best_s:.3g} s"),
+        ("regret", f"{chosen_s / best_s - 1:.0%}"),
+    ]
+    return ["", "## Predicted against measured", "", *markdown_table(("what", "value"), facts, rule="---:")]
 
 
 def dry_run_table(rows: Sequence[ResultRow]) -> Table:
@@ -150,7 +206,7 @@ def _results_table(finished: Sequence[ResultRow], rows: Sequence[ResultRow], bas
     headings = ["layout", "step s", "x", *CSV_PHASES, "tokens/s", "per rank", "x"]
     headings += [f"received / least {name}", "exchange ms", f"memory / planned {name}", "x"]
     headings += ["planned step s", "measured / planned", "reward"]
-    return markdown.table(headings, [_cells(row, rows, baseline, unit) for row in finished], rule="---:")
+    return markdown_table(headings, [_cells(row, rows, baseline, unit) for row in finished], rule="---:")
 
 
 def _cells(row: ResultRow, rows: Sequence[ResultRow], baseline: str | None, unit: float) -> list[str]:

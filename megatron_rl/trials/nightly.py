@@ -17,8 +17,8 @@ from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.file_kinds import read_whole
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.observe.summary import markdown_block, markdown_table
 from megatron_rl.trials.golden import Comparison, Golden
-from megatron_rl.trials.markdown import block, table
 from megatron_rl.trials.trial import OUTPUT, RUN, TimeLimits, Trial, require_own
 from megatron_rl.trials.trial_outcome import Attempt, TrialOutcome, outcome_of
 
@@ -157,11 +157,11 @@ def report(verdict: Verdict, command: str, attempts: Sequence[Attempt], comparis
         for number, attempt in enumerate(attempts, start=1)
     ]
     lines = [title(verdict.name.lower().replace("_", " "), verdict.value), "", f"    {command}", ""]
-    lines += [*table(("life", "seconds", "last step", "end"), ends), ""]
+    lines += [*markdown_table(("life", "seconds", "last step", "end"), ends), ""]
     lines += [f"{len(passed)} of {len(comparisons)} comparisons with the golden file passed.", ""]
-    lines += table(("metric", "step", "found", "golden", "band", ""), map(_compared, [*failed, *passed]))
+    lines += markdown_table(("metric", "step", "found", "golden", "band", ""), map(_compared, [*failed, *passed]))
     if verdict is not Verdict.PASS and attempts:
-        lines += ["", *block("The end of the last life's output:", attempts[-1].tail(NUM_TAIL_LINES))]
+        lines += ["", *markdown_block("The end of the last life's output:", attempts[-1].tail(NUM_TAIL_LINES))]
     return "\n".join(lines) + "\n"
 
 

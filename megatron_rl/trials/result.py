@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.trials.planned import PlannedPoint
+from megatron_rl.trials.points import PlannedPoint
 from megatron_rl.trials.record import Record, is_current
 from megatron_rl.trials.trial_outcome import TrialOutcome
 

@@ -8,6 +8,7 @@ Nightlies, ablations and profiles start their runs here. An attempt is one proce
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import signal
@@ -19,7 +20,6 @@ from pathlib import Path
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.loggers import METRICS_FILE
-from megatron_rl.trials.metrics_file import read_metrics
 from megatron_rl.trials.process import supervised
 from megatron_rl.trials.trial_outcome import Attempt
 
@@ -121,6 +121,21 @@ def run_attempt(command: Sequence[str], folder: Path, limits: TimeLimits, stop_a
         text = file.read().decode(errors="replace")
     seconds, kills = time.monotonic() - started, oom_kills() - killed_before
     return Attempt(process.returncode, seconds, last_step(metrics), to_stop, overran_s, kills, text)
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Return step -> metric -> value; empty without a file. A last line that is being written is left out."""
+    steps: dict[int, dict[str, float]] = {}
+    lines: Sequence[str] = path.read_text().splitlines() if path.is_file() else ()
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break  # it is being written
+            raise
+        steps[values["step"]] = {name: value for name, value in values.items() if value is not None}
+    return steps
 
 
 def last_step(metrics: Path) -> int:

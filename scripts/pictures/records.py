@@ -13,7 +13,7 @@ from typing import Any
 
 from demo_record import panel_metrics
 
-from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.trial import read_metrics
 
 DATA = Path(__file__).parents[2] / "docs/pictures/data"
 REWARD, ACCURACY = "critic/score/mean", "/acc/mean@1"

@@ -8,7 +8,7 @@ import pytest
 from short_runs import ONE, SHORT, WITHOUT_RAY
 
 from megatron_rl.trials.golden import Band, Golden, write_golden
-from megatron_rl.trials.metrics_file import read_metrics
+from megatron_rl.trials.trial import read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 

@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.trials.ablation import LOCK
 from megatron_rl.trials.ablation_file import AblationConfig, Settings, read_ablation
-from megatron_rl.trials.planned import GroupSizes, plan_points
+from megatron_rl.trials.points import GroupSizes, plan_points
 
 REPOSITORY = Path(__file__).parents[2]
 MEGATRON = "actor_rollout_ref.actor.megatron"

@@ -13,8 +13,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ablation_picture import draw_ablation
 from megatron_rl.trials.ablation_report import as_csv, as_markdown, broken_rules, dry_run_table, rule_lines
-from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
-from megatron_rl.trials.points import Point
+from megatron_rl.trials.points import Expected, GroupSizes, PlannedPoint, Point
 from megatron_rl.trials.record import Record
 from megatron_rl.trials.result import ResultRow, result_of, rows_of
 from megatron_rl.trials.trial_outcome import TrialOutcome

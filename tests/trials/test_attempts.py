@@ -11,8 +11,7 @@ import pytest
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.trials.ablation import CSV, LOCK, MARKDOWN, Ablation, only_ablation
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.planned import PlannedPoint
-from megatron_rl.trials.points import Point
+from megatron_rl.trials.points import PlannedPoint, Point
 from megatron_rl.trials.trial import TimeLimits, Trial, run_attempt
 from megatron_rl.trials.trial_outcome import TrialOutcome
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from megatron_rl.cli import app
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
-from megatron_rl.trials.metrics_file import read_metrics
 from megatron_rl.trials.nightly import REPORT, Night, Verdict, nightly_trial, report, reported, verdict_of
+from megatron_rl.trials.trial import read_metrics
 from megatron_rl.trials.trial_outcome import Attempt
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
-from megatron_rl.trials.points import Point, points_of
-from megatron_rl.trials.ranking import kendall_tau, ranking_lines, relative_errors
+from megatron_rl.trials.ablation_report import kendall_tau, ranking_lines, relative_errors
+from megatron_rl.trials.points import Expected, GroupSizes, PlannedPoint, Point, points_of
 from megatron_rl.trials.record import Record, together
 from megatron_rl.trials.result import ResultRow, result_of
 from megatron_rl.trials.trial_outcome import TrialOutcome
