@@ -2,16 +2,22 @@
 
 It is cheap and equal for copies of a folder: the settings that change results, a digest of the weights from their
 headers and a few blocks, and a digest of each file of the tokenizer. Needs neither torch nor Megatron.
+
+A user may have written down the SHA-256 of a folder's files in SHA256SUMS (`sha256sum * > SHA256SUMS`), as the
+statement which files these are. A start reads every listed file and refuses another one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_rl.checkpoint.listed_digests import listed_digests
 from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.model.families import (
@@ -37,6 +43,10 @@ FILES = "weight files"
 """The name of the digests of whole files of weights, where the folder lists them; compared where both sides have it."""
 SHOWN = 12
 """Hexadecimal digits of a digest, of 64."""
+LIST = "SHA256SUMS"
+LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
+READ = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "vocab.*")
+"""Patterns of files that a run reads. Each must be in the list, or a file next to it could take its place."""
 EPS, THETA, END = 1e-6, 1e4, 2
 """transformers' values where config.json has none and the family has no defaults of its own."""
 
@@ -159,3 +169,45 @@ def _place(name: str) -> int:
 def _end(settings: Mapping[str, Any]) -> int | None:
     """transformers' end token where config.json names none."""
     return cast("int | None", family_of(settings["architectures"]).defaults.get("eos_token_id", END))
+
+
+def listed_digests(folder: Path) -> dict[str, str]:
+    """Name -> digest, of the list; empty without a list, and for a line that is none. Raises OSError."""
+    lines = (folder / LIST).read_text().splitlines() if (folder / LIST).is_file() else []
+    matches = (LINE.fullmatch(line) for line in lines)
+    return {match[2].removeprefix("./"): match[1] for match in matches if match}
+
+
+def unlike_the_list(folder: Path) -> list[str]:
+    """Return sentences about files that are not what the list says; none without a list. Reads every listed file."""
+    if not (folder / LIST).is_file():
+        return []
+    try:
+        listed = listed_digests(folder)
+        read = {file.name for pattern in READ for file in folder.glob(pattern)}
+        unlisted = ", ".join(sorted(read - listed.keys()))
+        faults = [f"{LIST} does not list {unlisted}"] if unlisted else []
+        missing = [name for name in listed if not (folder / name).is_file()]
+        faults += [f"{name} of {LIST} is missing" for name in missing]
+        there = sorted(listed.keys() - set(missing))
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:  # hashing lets other threads run
+            digests = threads.map(lambda name: digest_of(folder / name), there)
+            for name, digest in zip(there, digests, strict=True):
+                if digest != listed[name]:
+                    said = f"{LIST} says {listed[name][:SHOWN]}..."
+                    faults.append(f"{name} has the SHA-256 {digest[:SHOWN]}..., and {said}: copy it again")
+    except OSError as error:
+        return [f"{LIST} cannot be compared: {error}"]
+    return faults
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a whole file, read once for all roles that have it. Raises OSError."""
+    status = file.stat()
+    return _digest(file, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, *_state: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

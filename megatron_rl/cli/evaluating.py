@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl.checkpoint.folders import find
-from megatron_rl.checkpoint.identity import SHOWN
-from megatron_rl.checkpoint.listed_digests import digest_of
+from megatron_rl.checkpoint.identity import SHOWN, digest_of
 from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.resume import trained_model, usable_checkpoint
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.identity import SHOWN, WEIGHTS, folder_identity, weights_digest
-from megatron_rl.checkpoint.listed_digests import digest_of
+from megatron_rl.checkpoint.identity import SHOWN, WEIGHTS, digest_of, folder_identity, weights_digest
 from megatron_rl.checkpoint.weight_files import read_weight_files
 from megatron_rl.config.schema import GROUND_TRUTH, RunConfig, as_list
 from megatron_rl.planning.config_json import ConfigJsonError, read_config_json

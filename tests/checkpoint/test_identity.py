@@ -11,8 +11,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from megatron_rl.checkpoint.identity import SAMPLED_TENSORS, computed_settings, end_tokens, folder_identity
-from megatron_rl.checkpoint.listed_digests import unlike_the_list
+from megatron_rl.checkpoint.identity import (
+    SAMPLED_TENSORS,
+    computed_settings,
+    end_tokens,
+    folder_identity,
+    unlike_the_list,
+)
 from megatron_rl.model.families import FAMILIES, text_settings
 from megatron_rl.planning.folder_files import FolderFiles
 

@@ -138,7 +138,6 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.durable",
     f"{PACKAGE}.checkpoint.folders",
     f"{PACKAGE}.checkpoint.identity",
-    f"{PACKAGE}.checkpoint.listed_digests",
     f"{PACKAGE}.checkpoint.manifest",
     f"{PACKAGE}.checkpoint.pickles",
     f"{PACKAGE}.checkpoint.resume",
