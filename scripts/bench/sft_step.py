@@ -31,12 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from step import HERE, LR, SIZES, TRL, TRL_SETTINGS, WEIGHT_DECAY, Arm, make_model, spread
+from step import HERE, LR, REPOSITORY, SIZES, TRL, TRL_SETTINGS, WEIGHT_DECAY, Arm, make_model, spread
 
 OURS = ("local", "ray")
 PROMPT_SHARE, LONGEST = 0.25, 512
 """The prompt's share of an example's tokens; tokens of the longest example."""
-THEIRS = {"trl": {"max_length": LONGEST}, "trl_padding_free": {"padding_free": True, "max_length": None}}
+THEIRS: dict[str, dict] = {
+    "trl": {"max_length": LONGEST},
+    "trl_padding_free": {"padding_free": True, "max_length": None},
+}
 """Arm -> fields of SFTConfig."""
 TOLERANCE = 1e-4
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -183,7 +186,7 @@ def measure(shape: Shape, options) -> dict:
         )
         arms = []
         for name in options.arms:
-            arm = Arm(name, command_of(name, folder, rounds + 1, options), folder, options.threads)
+            arm = Arm(name, command_of(name, folder, rounds + 1, options), folder, options.threads, REPOSITORY)
             opened.callback(arm.close)
             arms.append(arm)
         taken: dict[str, list[dict]] = {arm.name: [] for arm in arms}
