@@ -134,7 +134,7 @@ def tune(name: str, folder: Path, seed: int) -> Path:
         "actor_rollout_ref.model.path": folder / "untrained",
         "trainer.default_local_dir": folder / "stage",
     }
-    command = [sys.executable, "-m", "megatron_rl", "sft", "--local", "--config", STAGE]
+    command = [sys.executable, "-m", "megatron_rl", "sft", "--local", "--config", str(STAGE)]
     subprocess.run([*command, *(f"{key}={value}" for key, value in overrides.items())], check=True)
     return folder / "stage" / "hf_model"
 

@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sleeping_roles import SleepingActor, SleepingHost, SleepingRollout, Sleeps
@@ -116,7 +117,7 @@ def sleeping_cluster() -> Iterator[ProcessCluster]:
     def spec(role: str, kind: type, num_ranks: int) -> PoolSpec:
         return PoolSpec(role, PoolSize(1, num_ranks, f"{role}.nodes", f"{role}.ranks"), (named(role),))
 
-    def named(role: str) -> SimpleNamespace:
+    def named(role: str) -> Any:
         return SimpleNamespace(name=role, phases={})
 
     kinds = {ACTOR: SleepingActor, ROLLOUT: SleepingRollout}
@@ -148,7 +149,7 @@ def drawn_ahead(cluster: ProcessCluster, shape: Shape, folder: Path) -> Measured
     """Steps as `ReplicaSampler` and the loop around it do them."""
     rules, costs, measured = shape.rules, shape.costs, Measured([], [], [])
     answers = InFlightBatches(rules.batch_rows, lambda *place: 0)
-    actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
+    actor: Any = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     with ExitStack() as opened:
         journal = Journal(folder / "schedule.jsonl")
         opened.callback(journal.close)
@@ -189,7 +190,7 @@ def on_all_ranks(cluster: ProcessCluster, shape: Shape, num_steps: int) -> float
     """
     replicas = cluster.replicated[ROLLOUT].replicas
     rollouts = [replica.handle(ROLLOUT, SleepingRollout) for replica in replicas]
-    actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
+    actor: Any = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     get_all([replica.host(SleepingHost).build(ROLLOUT) for replica in replicas])
     size = shape.rules.batch_rows // len(replicas)
     answers = InFlightBatches(shape.rules.batch_rows, lambda *place: 0)

@@ -137,10 +137,10 @@ def rank(number: int, port: int, num_rows: int, rounds: int) -> None:
             if round_:  # the first warms up
                 for arm, (taken, _) in found.items():
                     seconds[arm].append(taken)
-        for arm, taken in seconds.items():
-            ratios = [ours / theirs for ours, theirs in zip(taken, seconds["DP2"], strict=True)]
-            spread = f"{min(taken):.2f} to {max(taken):.2f}"
-            table.add_row(name, arm, f"{statistics.median(taken):.2f}", spread, f"{statistics.median(ratios):.2f}")
+        for arm, steps in seconds.items():
+            ratios = [ours / theirs for ours, theirs in zip(steps, seconds["DP2"], strict=True)]
+            spread = f"{min(steps):.2f} to {max(steps):.2f}"
+            table.add_row(name, arm, f"{statistics.median(steps):.2f}", spread, f"{statistics.median(ratios):.2f}")
     if number == 0:
         Console(width=110).print(table)
     dist.barrier()

@@ -15,7 +15,7 @@ import statistics
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,10 @@ def rank_main(rank: int, port: int, megabytes: int, rounds: int, path: str) -> N
         slots.append(Slot(name, 0, aligned(stop), shard_of(tensor, place)))
         stop = slots[-1].stop
     flat = torch.randn(stop, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ends = {}
+    ends: dict[bool, Any] = {}
     for deltas in (False, True):
-        transport, options = Transport(dist.group.WORLD), {"bucket_bytes": BUCKET_BYTES, "verify_every": 0}
+        transport = Transport(dist.group.WORLD)
+        options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "verify_every": 0}
         if rank == 0:
             own = FlatParameters((flat,), Member(0, 0, 0, tuple(slots)))
             ends[deltas] = WeightSender(own, tensors, transport, deltas=deltas, **options)

@@ -135,8 +135,8 @@ def compared(arms: dict[str, Arm], batch: Batch, width: int, rounds: int) -> Non
             measured = arms[name].measured(batch, order, width)
             if number:  # the first one makes connections
                 figures[name].append(measured)
-    for name, measured in figures.items():
-        seconds, cpu, growth = zip(*measured, strict=True)
+    for name, rounds_of_arm in figures.items():
+        seconds, cpu, growth = zip(*rounds_of_arm, strict=True)
         print(f"  {num_bytes(batch, width) / MIB:8.2f} MiB {name:18}: {line(seconds, 4)} s, CPU {line(cpu, 2)} s, "
               f"driver {line(growth, 1)} MiB", flush=True)  # fmt: skip
 

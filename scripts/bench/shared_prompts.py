@@ -121,8 +121,7 @@ def main() -> None:
         engines = {}
         for unit in UNITS:
             command = [sys.executable, __file__, "--serve", folder, *([] if unit is None else ["--unit", str(unit)])]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            engines[unit] = subprocess.Popen(command, env=env, **pipes)
+            engines[unit] = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             while (line := engines[unit].stdout.readline()) != "ready\n":
                 assert line, "the engine has not started"
         for number in range(options.rounds + 1):

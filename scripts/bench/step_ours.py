@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import RunConfig
@@ -32,6 +33,8 @@ def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, fl
     from megatron_rl.tasks import sft
     from megatron_rl.tasks.task_run import open_task
     from megatron_rl.train import take_step
+
+    run: Any
 
     def step_of_sft() -> dict[str, float]:
         step = next(steps)

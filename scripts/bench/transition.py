@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ def make_arms(job: ModelJob) -> dict[str, Arm]:
             "per tensor broadcast": PerTensorBroadcast(job, BUCKET_BYTES),
             "shard to shard, stacked whole": ShardToShard(job, BUCKET_BYTES),
         }
+    assert isinstance(job, Job)
     from transition_megatron import CoreResharding
 
     return {
@@ -99,17 +100,17 @@ def release(arm: Arm) -> None:
     give_back()
 
 
-def sent_bytes(arm: Arm) -> int:
+def sent_bytes(arm: Any) -> int:
     """What left the training pool in the last run."""
     total = torch.tensor(arm.sent_bytes, dtype=torch.int64)
     dist.all_reduce(total)
     return int(total)
 
 
-def measure(job: ModelJob, rounds: int) -> dict[str, dict]:
+def measure(job: ModelJob, rounds: int) -> dict[str, Any]:
     """Every arm: right shards first, then interleaved timings; numbers are those of the worst rank."""
     arms = make_arms(job)
-    results: dict[str, dict] = {}
+    results: dict[str, Any] = {}
     for name, arm in arms.items():
         arm.run()
         if not job.is_right(arm.shards()):
@@ -129,7 +130,7 @@ def measure(job: ModelJob, rounds: int) -> dict[str, dict]:
         for name in random.Random(number).sample(order, len(order)):
             results[name]["seconds"].append(timed(arms[name]))
             release(arms[name])
-    ours = arms["ours"]
+    ours: Any = arms["ours"]
     limits = torch.tensor([ours.lower_bound_bytes, ours.need_bytes], dtype=torch.int64)
     dist.all_reduce(limits, dist.ReduceOp.MAX)
     return {"lower_bound_bytes": int(limits[0]), "need_plus_bucket_bytes": int(limits[1]), "arms": results}

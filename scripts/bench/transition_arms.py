@@ -12,14 +12,15 @@ import torch.distributed as dist
 from transition_job import Job, Wire
 
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, FlatParameters
-from megatron_rl.hybrid_engine.exchange import Transport
+from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.parallel.sharding import shard_of
 
 
 class Arm(Protocol):
     """One way. received_bytes: of tensors, in the last run; shards: this rank's rollout shards after it."""
 
-    received_bytes: int
+    @property
+    def received_bytes(self) -> int: ...
 
     def run(self) -> None: ...
 

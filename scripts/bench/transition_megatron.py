@@ -6,6 +6,7 @@ It needs two modules and their groups; tensors are copied into the second one, n
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class CoreResharding:
     def _module(self, tensors: dict[str, torch.Tensor], groups: SimpleNamespace) -> torch.nn.Module:
         module = torch.nn.Module()
         for name, tensor in tensors.items():
-            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            parameter: Any = torch.nn.Parameter(tensor, requires_grad=False)
             logical = self.job.tensors[name]
             if logical.tp_dim is not None:
                 parameter.tensor_model_parallel = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,8 @@ class SplitOurs:
     """The project's own: a plan made once, each byte out of training once, replicas complete their shards together."""
 
     def __init__(self, job: SplitJob, bucket_bytes: int, verify_every: int = 0) -> None:
-        options = {"bucket_bytes": bucket_bytes, "verify_every": verify_every}
+        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "verify_every": verify_every}
+        self._end: Any
         self.received_bytes = self.sent_bytes = 0
         if job.trains:
             own = FlatParameters((job.flat,), job.member)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import random_rows, save
 
@@ -23,7 +23,7 @@ def require_libraries() -> None:
         try:
             __import__(name)
         except ModuleNotFoundError as error:
-            raise step.NotRun(f"{name} is not installed: {error}") from None
+            raise step_outcome.NotRun(f"{name} is not installed: {error}") from None
 
 
 def build(kind: str, folder: Path, dtype: str, figures: dict[str, Any], eager: bool = True) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import step
+import step_outcome
 import torch
 
 
@@ -28,7 +28,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     view = foreign.view(7, (numel,))
     address = view.data_ptr()
     foreign.release()
-    offloaded = [HostCopy(lambda: state), Zeros([gradients])]
+    offloaded: list[HostCopy | Zeros] = [HostCopy(lambda: state), Zeros([gradients])]
     figures["rounds"] = []
     for number in range(3 if small else 20):
         for memory_part in offloaded:
@@ -75,4 +75,4 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import BILLION, hidden_states, join_world, padded, random_rows, save, trainer_model
 
@@ -44,4 +44,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

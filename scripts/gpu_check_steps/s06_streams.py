@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 import torch
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """MiB that are reserved and not allocated, after ten rounds with each kind of use."""
     if device == "cpu":
-        raise step.NotRun("a CPU has no streams")
+        raise step_outcome.NotRun("a CPU has no streams")
     from megatron_rl.device import Device, release_cached, side_stream
     from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 
@@ -35,4 +35,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

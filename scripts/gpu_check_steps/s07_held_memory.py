@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import step
+import step_outcome
 import torch
 
 
@@ -14,7 +14,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     try:
         from vllm.v1.worker.utils import request_memory
     except ModuleNotFoundError as error:
-        raise step.NotRun(f"vLLM is not installed: {error}") from None
+        raise step_outcome.NotRun(f"vLLM is not installed: {error}") from None
     from megatron_rl.rollout.arguments import LEAST_UTILIZATION
 
     held = None
@@ -38,4 +38,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

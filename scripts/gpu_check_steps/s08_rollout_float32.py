@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 from rollouts import rounds
 
 
@@ -14,4 +14,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

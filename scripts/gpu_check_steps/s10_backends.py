@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 from models import save
 from rollouts import build, require_libraries
 
@@ -37,4 +37,4 @@ def has_backend(method: object) -> bool:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 from rollouts import require_libraries, rounds
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """See `rounds`; and how many graphs vLLM captured."""
     if device == "cpu":
-        raise step.NotRun("a CPU has no graphs to capture")
+        raise step_outcome.NotRun("a CPU has no graphs to capture")
     require_libraries()
     from vllm.compilation.counter import compilation_counter
 
@@ -21,4 +21,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

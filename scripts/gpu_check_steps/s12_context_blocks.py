@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 import torch
+from models import both_ways
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
@@ -30,9 +31,9 @@ def _whole_segments(device: str, small: bool, figures: dict[str, Any]) -> None:
     shares = [ContextSegments.cut(lengths, 1, mine, 4) for mine in tokens]
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
         query, key, value, grad = (x.to(dtype) for x in given)
-        leaves = [x.float().requires_grad_() for x in (query, key, value)]
-        exact = bucketed(*leaves, whole)
-        expected = [exact.detach(), *torch.autograd.grad(exact, leaves, grad.float())]
+        expected = both_ways(
+            lambda q, k, v: bucketed(q, k, v, whole), [x.float() for x in (query, key, value)], grad.float()
+        )
         found = in_blocks([query, key, value], grad, shares, tokens)
         errors = [float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
         name = str(dtype).removeprefix("torch.")
@@ -62,9 +63,9 @@ def _trie(device: str, small: bool, figures: dict[str, Any]) -> None:
     whole = rows.with_tensors({name: tensor.to(device) for name, tensor in rows.tensors().items()})
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
         query, key, value, grad = (x.to(dtype) for x in given)
-        leaves = [x.float().requires_grad_() for x in (query, key, value)]
-        exact = bucketed(*leaves, whole)
-        expected = [exact.detach(), *torch.autograd.grad(exact, leaves, grad.float())]
+        expected = both_ways(
+            lambda q, k, v: bucketed(q, k, v, whole), [x.float() for x in (query, key, value)], grad.float()
+        )
         for size in (1, 4):
             spans = [chunk_ranges(16 * unit, size, rank) for rank in range(size)]
             tokens = [torch.cat([torch.arange(*span) for span in of]).to(device) for of in spans]
@@ -93,7 +94,8 @@ def in_blocks(
         for source, theirs in enumerate(tokens):
             for facing, queries, keys in segments.blocks(rank, source, query.device):
                 k, v = (taken(x[theirs], keys) for x in (key, value))
-                merged.add(*facing.forward(taken(q, queries), k, v, PLAIN), queries)
+                part, log_sum = facing.forward(taken(q, queries), k, v, PLAIN)
+                merged.add(part, log_sum, queries)
                 faced.append((facing, queries, taken(theirs, keys), k, v))
         found[0][mine] = merged.out
         out = merged.out.to(query.dtype)
@@ -106,4 +108,4 @@ def in_blocks(
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

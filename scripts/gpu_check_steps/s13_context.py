@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import step
+import step_outcome
 import torch
 import torch.distributed as dist
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """MiB of each, by what the driver says is free; what torch has reserved is left out."""
     if device == "cpu":
-        raise step.NotRun("a CPU has no context")
+        raise step_outcome.NotRun("a CPU has no context")
     from megatron_rl.node_check.node_facts import node_facts
 
     listed = node_facts(on_gpus=True).gpus
@@ -64,4 +64,4 @@ class Taken:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import step
+import step_outcome
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
@@ -17,4 +17,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

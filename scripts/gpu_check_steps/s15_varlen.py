@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import both_ways, off_by
 
@@ -27,10 +27,10 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
                 torch.randn(shape, generator=generator, device=device).bfloat16().double() for shape in shapes
             )
             kind = AttentionKind(window=window)
-            forms = {"padded": lambda *x, kind=kind: bucketed(*x, segments, kind)}
+            forms = {"padded": lambda q, k, v, kind=kind: bucketed(q, k, v, segments, kind)}
             expected = both_ways(forms["padded"], given, grad)
             if has_varlen_attention(given[0].bfloat16()):
-                forms["packed"] = lambda *x, w=window: varlen(*x, segments, w)
+                forms["packed"] = lambda q, k, v, w=window: varlen(q, k, v, segments, w)
             for name, form in forms.items():
                 found = both_ways(form, [x.bfloat16() for x in given], grad.bfloat16())
                 errors = [off_by(a, b) for a, b in zip(found, expected, strict=True)]
@@ -39,4 +39,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

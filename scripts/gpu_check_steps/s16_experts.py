@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import both_ways, off_by
 
@@ -52,4 +52,4 @@ def with_counts(form: Any, counts: torch.Tensor, tokens: torch.Tensor, *rest: to
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

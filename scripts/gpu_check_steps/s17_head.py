@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import added_up, off_by
 
@@ -21,7 +21,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
         [torch.randn(tokens, size, generator=generator, device=device).bfloat16() for size in (vocab, hidden)]
         for _ in range(4)
     ]
-    expected = sum(8 * (grad.double().t() @ states.double()) for grad, states in parts)
+    expected = 8 * sum((grad.double().t() @ states.double() for grad, states in parts), start=torch.zeros(()))
     forms = {"ours": add_product_in_float32, "in two steps": lambda total, a, b: total.add_(torch.mm(a, b))}
     for name, form in forms.items():
 
@@ -36,4 +36,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

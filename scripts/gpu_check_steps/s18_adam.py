@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import off_by
 
@@ -16,10 +16,10 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     one = Device(device)
     sizes = [3001, 64 * 1024, 17, 1 << 20] if small else [1 << 28, 3001, 1 << 27, 17, 1 << 24]
     after: dict[str, list[torch.Tensor]] = {}
-    for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
+    for name in ("fused", "foreach"):
         generator = torch.Generator(device).manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(size, generator=generator, device=device)) for size in sizes]
-        adam = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.01, **options)
+        adam = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.01, fused=name == "fused", foreach=name == "foreach")
         for weight in weights:
             weight.grad = torch.randn(weight.shape, generator=generator, device=device)
         adam.step()  # makes the moments
@@ -40,4 +40,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

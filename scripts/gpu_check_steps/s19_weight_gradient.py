@@ -7,7 +7,7 @@ import importlib
 from functools import partial
 from typing import Any
 
-import step
+import step_outcome
 import torch
 from models import added_up, off_by
 
@@ -38,4 +38,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-import step
+import step_outcome
 import torch
 
 ROUNDS, FEW_ROUNDS = 50, 5
@@ -15,13 +15,15 @@ ROUNDS, FEW_ROUNDS = 50, 5
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """With segments of torch's allocator that grow, and without; seconds of release, `empty_cache` and mapping."""
     if device == "cpu":
-        raise step.NotRun("graphs, and memory that is mapped, need a GPU")
+        raise step_outcome.NotRun("graphs, and memory that is mapped, need a GPU")
     from megatron_rl.hybrid_engine.cuda_memory import allocator
 
     try:
         allocator()
     except (ImportError, RuntimeError) as error:
-        raise step.NotRun(f"vLLM's allocator is not there ({error}); scripts/gpu_day/take_cumem.py takes it") from None
+        raise step_outcome.NotRun(
+            f"vLLM's allocator is not there ({error}); scripts/gpu_day/take_cumem.py takes it"
+        ) from None
     for grows in (True, False):
         set_growing(grows)
         figures[f"expandable_segments:{grows}"] = rounds(torch.device(device), small)
@@ -79,4 +81,4 @@ def timed(seconds: dict[str, float], name: str, body: Any) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -39,22 +40,23 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def write(axes: Axes, x: float, y: float, text: str, size: float = 9.0, **style: object) -> None:
+def write(axes: Axes, x: float, y: float, text: str, size: float = 9.0, **style: Any) -> None:
     """Write text, centred at a point unless `style` says otherwise."""
-    axes.text(x, y, text, **({"ha": "center", "va": "center", "fontsize": size, "color": INK} | style))
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size, "color": INK}
+    axes.text(x, y, text, **look | style)
 
 
-def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], **style: object) -> None:
+def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], **style: Any) -> None:
     """Draw a box with round corners. corner: the lower left one."""
     rounding = "round,pad=0,rounding_size=0.07"
-    look = {"facecolor": WHITE, "edgecolor": FAINT, "linewidth": 1.0} | style
+    look: dict[str, Any] = {"facecolor": WHITE, "edgecolor": FAINT, "linewidth": 1.0} | style
     axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=rounding, **look))
 
 
-def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str = INK, **style: object) -> None:
+def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], color: str = INK, **style: Any) -> None:
     """Draw an arrow from point to point."""
-    look = {"arrowstyle": "-|>", "mutation_scale": 11, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0} | style
-    axes.add_patch(FancyArrowPatch(start, stop, color=color, **look))
+    look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 11, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+    axes.add_patch(FancyArrowPatch(start, stop, color=color, **look | style))
 
 
 def training_shard(rank: int) -> int:
@@ -142,6 +144,6 @@ def _loop(axes: Axes, bottom: float) -> None:
         if place + 1 < len(LOOP):
             arrow(axes, (x + width, bottom + 0.6), (x + width + gap, bottom + 0.6), mutation_scale=9)
     first, last = 1.25 + width / 2, 1.25 + (len(LOOP) - 1) * (width + gap) + width / 2
-    line = {"color": INK, "linewidth": 1.6, "solid_capstyle": "butt"}
+    line: dict[str, Any] = {"color": INK, "linewidth": 1.6, "solid_capstyle": "butt"}
     axes.plot([last, last, first], [bottom + 0.3, bottom + 0.1, bottom + 0.1], **line)
     arrow(axes, (first, bottom + 0.1), (first, bottom + 0.3))

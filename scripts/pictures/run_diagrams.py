@@ -49,9 +49,9 @@ def processes() -> Figure:
     arrow(axes, (2.55, 3.2), (3.5, 3.2), arrowstyle="<|-|>")
     write(axes, 3.03, 3.62, "calls: one\nmessage per\nDP rank", 7.6, color=LABEL)
     start, stop = sum(edges[0]) / 2, sum(edges[2]) / 2
-    line = {"color": phase_color("reshard"), "linewidth": 2.4}
-    axes.plot([start, start, stop], [1.3, 0.98, 0.98], **line)
-    arrow(axes, (stop, 0.98), (stop, 1.3), line["color"], linewidth=2.4, mutation_scale=15)
+    color = phase_color("reshard")
+    axes.plot([start, start, stop], [1.3, 0.98, 0.98], color=color, linewidth=2.4)
+    arrow(axes, (stop, 0.98), (stop, 1.3), color, linewidth=2.4, mutation_scale=15)
     write(axes, (start + stop) / 2, 0.76, "weight transfer, if the rollout has a pool of its own", 8.4)
     said = "Ray, or the local launcher, starts one process per rank: one rank is one GPU, or one CPU process."
     write(axes, 5.7, 0.35, said, 9)

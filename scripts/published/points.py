@@ -155,7 +155,9 @@ def _written(sizes: Mapping[str, Any]) -> ModelCost:
 def _point(system: str, source: str, values: Mapping[str, Any], model: ModelCost) -> Point:
     gpu = hardware_of(values["hardware"])
     sizes = (values["gpus"], values["per_node"])
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.get("layout", {}).items()}
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.get("layout", {}).items()
+    }
     layout = Layout(*sizes, **given)
     against = Layout(*sizes, **values["against"]) if "against" in values else None
     searched = tuple(Layout(*sizes, **one) for one in values.get("searched", []))

@@ -7,6 +7,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from published.points import Point, points
 
@@ -27,14 +28,14 @@ def calibrated() -> dict[str, float]:
         if name in HARDWARE:
 
             def seconds(value: float, point: Point = point, name: str = name) -> float:
-                return point.estimate(dataclasses.replace(point.hardware, **{name: value}))
+                return point.estimate(dataclasses.replace(point.hardware, **dict[str, Any]({name: value})))
 
             found[f"{name} {point.hardware.name}"] = _solve(seconds, point.published, 1e-3, 1.0)
         else:
             field, *bounds = FIELDS[name]
 
             def seconds_with(value: float, point: Point = point, field: str = field) -> float:
-                return point.estimate(**{field: value})
+                return point.estimate(**dict[str, Any]({field: value}))
 
             found[name] = _solve(seconds_with, point.published, *bounds)
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from short_run import ShortRun, rate
 
-import step  # isort: skip
+import step_outcome  # isort: skip
 
 LEARNT = 0.8
 """Share of the first loss that the last one may have."""
@@ -46,4 +46,4 @@ def share_of_peak(model: Path, tokens_per_s: float) -> float:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

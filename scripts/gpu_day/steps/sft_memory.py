@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from short_run import ShortRun, metrics
 
-import step  # isort: skip
+import step_outcome  # isort: skip
 
 MEASURED, PLANNED = "perf/memory_gb/", "perf/memory_planned_gb/"
 SHARE, ROOM_GB = 0.1, 0.2
@@ -46,4 +46,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)

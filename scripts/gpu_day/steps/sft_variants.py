@@ -9,7 +9,7 @@ from typing import Any
 
 from short_run import ShortRun, rate
 
-import step  # isort: skip
+import step_outcome  # isort: skip
 
 OVERRIDE = "actor_rollout_ref.actor.megatron.override_transformer_config"
 VARIANTS = {
@@ -41,4 +41,4 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    step.main(run)
+    step_outcome.main(run)
