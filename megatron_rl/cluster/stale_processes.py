@@ -7,6 +7,8 @@ alive, or this process adopts orphans.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -108,14 +110,33 @@ def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILL
 
 
 @contextmanager
-def leaving_none_running() -> Iterator[None]:
-    """At the end of this block, however it ends, kill all that this process has started in it, and what that left."""
-    before = descendants()
+def leaving_none_running() -> Iterator[list[psutil.Process]]:
+    """At the end of this block, however it ends, kill and wait for all that this process has started in it, and what
+    that left, in whatever session. Yields a list that holds then what the kernel has not ended.
+
+    Killing a process group is not enough: Ray's workers and those of the user's code leave it. So this process adopts
+    the orphans below it meanwhile, and all that it has not had before are of the block. Signals wait for the end.
+    """
+    before, left = descendants(), list[psutil.Process]()
     with adopting_orphans():
         try:
-            yield
+            yield left
         finally:
-            end(lambda: living(descendants() - before))
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+            try:
+                left += end(lambda: _unreaped(descendants() - before))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _unreaped(family: set[psutil.Process]) -> set[psutil.Process]:
+    """The processes that still run. The others are waited for, if they are children or adopted orphans."""
+    reaped = set()
+    for member in family:
+        with suppress(ChildProcessError):
+            if os.waitpid(member.pid, os.WNOHANG)[0]:
+                reaped.add(member)
+    return family - reaped
 
 
 def process_time() -> float:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron_rl.cluster.foreign_programs import ProgramAnswer, answer_of
+from megatron_rl.cluster.programs import ProgramAnswer, answer_of
 from megatron_rl.node_check.node_report import GpuFacts, NodeFacts, PortFacts
 
 PACKAGES = {

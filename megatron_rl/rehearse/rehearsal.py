@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import variables_with
-from megatron_rl.cluster.foreign_programs import answer_of
+from megatron_rl.cluster.programs import answer_of
 from megatron_rl.config.file_kinds import read_whole
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.appended_file import new_file

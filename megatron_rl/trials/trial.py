@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.cluster.programs import supervised
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.loggers import METRICS_FILE
-from megatron_rl.trials.process import supervised
 from megatron_rl.trials.trial_outcome import Attempt
 
 RUN, OUTPUT = "run", "output.txt"

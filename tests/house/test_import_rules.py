@@ -46,6 +46,7 @@ TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
 GROUND = {
     *("errors", "plain_values", "dispatch", "device", "columns", "remote_columns", "records", "config", "observe"),
     *("parallel.balance", "rollout.slices", "cluster.channel", "cluster.child_processes", "cluster.stale_processes"),
+    "cluster.programs",
 }
 PARTS = GROUND | {"parallel", "losses", "data", "user_code", "scoring"}
 HELD = {"rollout", "experience", "checkpoint"}
@@ -67,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster.channel": set(),
     "cluster.child_processes": {"cluster.channel"},
     "cluster.stale_processes": {"cluster.child_processes"},
+    "cluster.programs": {"cluster.child_processes", "cluster.stale_processes"},
     "rollout.slices": {"remote_columns", "records"},
     "plain_values": set(),
     "config": {"errors", "columns", "plain_values"},
@@ -102,10 +104,9 @@ ROOMS: dict[str, set[str]] = {
     "controller": SAMPLED | {"planning", "sampling", "node_check"},
     "tasks": SAMPLED | {"planning", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
-    "port": {"errors", "config", "planning", "user_code"},
+    "port": {"errors", "config", "planning", "user_code", "cluster.programs", "cluster.stale_processes"},
     "starter": {"errors", "config", "observe", "data", "planning"},
-    "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"}
-    | {"cluster.child_processes", "cluster.stale_processes"},
+    "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"} | {"cluster.programs"},
     "profile": GROUND | {"planning", "model", "roles", "cluster", "trials"},
     "rehearse": GROUND | {"planning", "parallel", "model", "hybrid_engine", "roles", "cluster"},
     "cli": GROUND
