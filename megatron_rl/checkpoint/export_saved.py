@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.adapter_weights import SavedAdapters, holds_adapters
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
@@ -19,7 +20,6 @@ from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, w
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.pass_through import PassThroughTensors, kept_carried
 from megatron_rl.checkpoint.run_file import read_run_file
-from megatron_rl.checkpoint.saved_adapters import SavedAdapters, holds_adapters
 from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_rl.checkpoint.adapter_identity import LORA, REFERENCE_ADAPTER, adapter_differences, reference_differences
+from megatron_rl.checkpoint.adapter_folder import LORA, REFERENCE_ADAPTER, adapter_differences, reference_differences
 from megatron_rl.checkpoint.contents import contents_faults
 from megatron_rl.checkpoint.folders import HF_MODEL, LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.identity import compared

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles, AdapterSettings, head_spec
+from megatron_rl.checkpoint.adapter_folder import CONFIG, WEIGHTS, AdapterFiles, AdapterSettings, head_spec
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import RoleSpec, roles_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.adapter_identity import adapter_identity, reference_identity
+from megatron_rl.checkpoint.adapter_folder import adapter_identity, reference_identity
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.checkpoint.merged_weights import MergedParameters
+from megatron_rl.checkpoint.adapter_weights import MergedParameters
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import aligned

@@ -16,11 +16,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
-from megatron_rl.checkpoint.adapter_files import AdapterFiles
+from megatron_rl.checkpoint.adapter_folder import AdapterFiles
+from megatron_rl.checkpoint.adapter_weights import load_adapters
 from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
-from megatron_rl.checkpoint.peft_folder import load_adapters
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.rollout_keys import MTPUse

@@ -153,10 +153,10 @@ class TrainedRole(Role):
         """
         import torch
 
+        from megatron_rl.checkpoint.adapter_weights import MergedParameters
         from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.checkpoint.hf_export import ScatteredTensors, export_hf
         from megatron_rl.checkpoint.hf_folder import Description
-        from megatron_rl.checkpoint.merged_weights import MergedParameters
         from megatron_rl.checkpoint.pass_through import PassThroughTensors
         from megatron_rl.model.families import classifier_map, mtp_specs
         from megatron_rl.roles.model_source import named_parameters
@@ -183,17 +183,23 @@ class TrainedRole(Role):
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_adapter(self, target: Path) -> None:
         """Write the adapters, and a value head next to them, as PEFT's folder. Raises StorageError as `export_hf`."""
-        from megatron_rl.checkpoint.adapter_files import head_modules, head_spec
+        from megatron_rl.checkpoint.adapter_folder import PeftSettings, head_modules, head_spec
+        from megatron_rl.checkpoint.adapter_weights import export_adapter
         from megatron_rl.checkpoint.hf_export import ScatteredTensors
         from megatron_rl.checkpoint.identity import folder_digest
-        from megatron_rl.checkpoint.peft_export import PeftSettings, export_adapter
         from megatron_rl.model.families.adapter_params import peft_specs, peft_targets
 
         source, lora, model = self.source, self.source.lora, self.source.model.specs
         heads = {name: head_spec(spec) for name, spec in self.trained.specs.items() if name not in source.adapter_specs}
         specs = peft_specs(model, lora) | heads
-        targets, digest = tuple(peft_targets(model, lora)), folder_digest(source.path)
-        settings = PeftSettings(source.path, lora.rank, lora.alpha, targets, head_modules(heads), digest)
+        settings = PeftSettings(
+            lora.rank,
+            lora.alpha,
+            head_modules(heads),
+            base=source.path,
+            targets=tuple(peft_targets(model, lora)),
+            digest=folder_digest(source.path),
+        )
         with writing(target):
             weights = ScatteredTensors.of(self.trained.parameters, specs, source.groups.grid, source.vocab_multiple)
             export_adapter(weights, settings, target)

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from saved import MODELS, SETTINGS, write_files
 
-from megatron_rl.checkpoint.adapter_files import WEIGHTS
-from megatron_rl.checkpoint.adapter_identity import adapter_identity, reference_identity
+from megatron_rl.checkpoint.adapter_folder import WEIGHTS, adapter_identity, reference_identity
 from megatron_rl.checkpoint.folders import commit
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.lora import LoraConfig

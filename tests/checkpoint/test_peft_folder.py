@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles
+from megatron_rl.checkpoint.adapter_folder import CONFIG, WEIGHTS, AdapterFiles, PeftSettings
+from megatron_rl.checkpoint.adapter_weights import load_adapters
 from megatron_rl.checkpoint.identity import folder_digest
-from megatron_rl.checkpoint.peft_export import PeftSettings
-from megatron_rl.checkpoint.peft_folder import load_adapters
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import Model
@@ -210,7 +209,8 @@ def test_another_base_is_named(tmp_path: Path) -> None:
         save_file({"x": torch.full((4, 4), float(number))}, base / "model.safetensors")
     folder = AdapterFiles.open(write(tmp_path / "adapter"))
     folder.refuse_other_base(bases[1])
-    PeftSettings(bases[0], 3, 6.0, ("q_proj", "down_proj"), (), folder_digest(bases[0])).write(folder.path)
+    targets, digest = ("q_proj", "down_proj"), folder_digest(bases[0])
+    PeftSettings(3, 6.0, base=bases[0], targets=targets, digest=digest).write(folder.path)
     folder.refuse_other_base(bases[0])
     with pytest.raises(ConfigError, match="were trained on weights with the digest"):
         folder.refuse_other_base(bases[1])

@@ -123,7 +123,7 @@ def read_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def round_adapted(actor) -> None:
     """Give the actor's base such values that it computes what generation reads, whether adapters are merged or not."""
-    from megatron_rl.checkpoint.merged_weights import MergedParameters
+    from megatron_rl.checkpoint.adapter_weights import MergedParameters
     from megatron_rl.model.eight_bits import E4M3, rounded
     from megatron_rl.model.families import eight_bit_names
     from megatron_rl.roles.model_source import named_parameters

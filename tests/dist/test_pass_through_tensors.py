@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import random_batch, run_config
 from tiny_pass_through import save_deepseek_v3_with_layer_ahead, save_glm4_with_layer_ahead
 
-from megatron_rl.checkpoint.adapter_identity import adapter_identity
+from megatron_rl.checkpoint.adapter_folder import adapter_identity
 from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, model_identity, write_manifest

@@ -114,7 +114,7 @@ def test_nothing_of_a_foreign_folder_is_run(tmp_path: Path) -> None:
     """Weights as pickles and code of the folder's own, offered to all that reads folders: each refuses, nothing runs.
     The pickle is a real one: loading it makes the mark. Would not catch a loader that is not named here.
     """
-    from megatron_rl.checkpoint.adapter_files import AdapterFiles
+    from megatron_rl.checkpoint.adapter_folder import AdapterFiles
     from megatron_rl.checkpoint.hf_import import HFFolder
     from megatron_rl.checkpoint.identity import folder_digest
     from megatron_rl.data.tokenizer import load_tokenizer
