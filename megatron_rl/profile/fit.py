@@ -130,7 +130,10 @@ class Equations:
 
 
 def not_negative(matrix: np.ndarray, sums: np.ndarray) -> list[float]:
-    """Return the least-squares x >= 0 of matrix x = sums (Lawson and Hanson, Solving Least Squares Problems)."""
+    """Return the least-squares x >= 0 of matrix x = sums (Lawson and Hanson, Solving Least Squares Problems).
+
+    `scipy.optimize.nnls` does the same; nothing else here needs scipy, a download of 35 MB.
+    """
     # Columns are scaled to norm 1: seconds of a token and of a step differ by orders of magnitude.
     size = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(size > 0, size, 1.0)
@@ -310,7 +313,7 @@ def base_hardware(
     crowding = num_ranks / (shared * turns) if shared and num_ranks > shared else 1.0
     crowded = crowding if together is not None else 1.0
     copying = (together or alone).of(COPY)[0]
-    link = _link_bandwidth(together.of(ALL_REDUCE), crowded) if together is not None else copying.size / copying.seconds
+    link = copying.size / copying.seconds if together is None else _link_bandwidth(together, crowded)
     host = alone.of(HOST_COPY)[0]
     peak = rates[dtype][0]
     return Hardware(
@@ -326,22 +329,21 @@ def base_hardware(
         context_bytes=CONTEXT_BYTES[device],
         host_bandwidth=host.size / host.seconds,
         half_rows=rates[dtype][1],
-        attention_share=_attention_share(alone.of(ATTENTION), peak),
+        attention_share=_attention_share(alone.of(ATTENTION)[0], peak),
         parallel_ranks=shared,
         turns_share=turns,
         overheads=Overheads(call=0.0, launch=0.0),
     )
 
 
-def _link_bandwidth(samples: Sequence[MeasuredSample], crowding: float) -> float:
-    """Return bytes/s of one rank with a core of its own, from the largest message."""
-    largest = max(samples, key=lambda sample: (sample.size, sample.group))
-    sent = 2 * (largest.group - 1) / largest.group * largest.size
-    return sent / (largest.seconds / crowding) / LINK_EFFICIENCY
+def _link_bandwidth(together: World, crowding: float) -> float:
+    """Return bytes/s of one rank with a core of its own, from an all-reduce of all ranks."""
+    num_ranks, (reduce,) = together.task.world_size, together.of(ALL_REDUCE)
+    sent = 2 * (num_ranks - 1) / num_ranks * reduce.size
+    return sent / (reduce.seconds / crowding) / LINK_EFFICIENCY
 
 
-def _attention_share(samples: Sequence[MeasuredSample], peak: float) -> float:
+def _attention_share(attention: MeasuredSample, peak: float) -> float:
     """Return attention's share of the rate of matrix products; causal attention counts as half of the square."""
-    longest = max(samples, key=lambda sample: sample.size)
-    flops = 2 * HEADS * HEAD_SIZE * longest.size**2
-    return min(1.0, flops / longest.seconds / peak)
+    flops = 2 * HEADS * HEAD_SIZE * attention.size**2
+    return min(1.0, flops / attention.seconds / peak)

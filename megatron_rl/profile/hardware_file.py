@@ -67,7 +67,7 @@ def tables(measured: Measured) -> list[Table]:
         (
             "attention",
             f"{hardware.attention_share:.0%}",
-            "share share share of the rate of matrix products, at the longest sequence",
+            "share of the rate of matrix products, for 1,024 tokens",
         ),
         ("memory", f"{hardware.memory_bandwidth / 1e9:.1f} GB/s", "as in a data sheet"),
         ("between ranks", f"{hardware.link_bandwidth / 1e9:.2f} GB/s", ""),

@@ -68,11 +68,6 @@ class ProfileRequest:
         heads = probes.HEADS[self.device]
         return [size for size in (2, 4, 8, 16) if self.num_ranks % size == 0 and heads % size == 0]
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Group sizes of collectives to measure."""
-        return tuple(size for size in range(2, self.num_ranks + 1) if self.num_ranks % size == 0)
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -142,10 +137,10 @@ def tasks(request: ProfileRequest, folder: Path) -> list[MeasuringTask]:
     worlds = [task(probes.SHALLOW, 1, alone, kernels=True, **cases), task(probes.DEEP, 1, alone, **cases)]
     cut = {"passes": CUT_PASSES, "generations": CUT_GENERATIONS}
     for number, tp_size in enumerate(request.tp_sizes):
-        own = {"kernels": True, "collectives": request.group_sizes, "alone": device == "cpu"} if number == 0 else {}
+        own = {"kernels": True, "alone": device == "cpu"} if number == 0 else {}
         worlds.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
     if request.num_ranks > 1 and not request.tp_sizes:
-        worlds.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))
+        worlds.append(task(probes.DEEP, 1, request.num_ranks, kernels=True))
     if request.num_ranks % CONTEXT_RANKS == 0:
         worlds.append(task(probes.DEEP, 1, request.num_ranks, passes=CONTEXT_PASSES, cp_size=CONTEXT_RANKS))
     return worlds

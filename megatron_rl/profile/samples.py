@@ -24,7 +24,7 @@ class MeasuredSample:
     """Seconds of one operation: the lower quartile of several calls.
 
     kind: SCORE, UPDATE, GENERATE, or a kernel's name. rows, prompt, response: samples of one data-parallel rank, or
-    replica, and their tokens. size: of a kernel, or bytes of a collective; group: its ranks.
+    replica, and their tokens. size: of a kernel, or bytes of an all-reduce of all ranks.
     """
 
     kind: str
@@ -33,7 +33,6 @@ class MeasuredSample:
     prompt: int = 0
     response: int = 0
     size: float = 0
-    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Case:
 class MeasuringTask:
     """Measurements that every rank of one world makes. tp_size: of training and of the engine. cp_size: of training.
 
-    kernels: also measure matrix products, attention and memory. collectives: group sizes to measure. alone: also
-    measure passes of one data-parallel group while the others wait.
+    kernels: also measure matrix products, attention, memory and an all-reduce. alone: also measure passes of one
+    data-parallel group while the others wait.
     """
 
     device: str
@@ -59,7 +58,6 @@ class MeasuringTask:
     tp_size: int
     world_size: int
     kernels: bool = False
-    collectives: tuple[int, ...] = ()
     passes: tuple[Case, ...] = ()
     generations: tuple[Case, ...] = ()
     repeats: int = 5

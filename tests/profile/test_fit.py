@@ -158,7 +158,7 @@ def kernels(world_size: int, slower: float) -> World:
     ]
     found += [
         MeasuredSample("small operations", slower, size=2000),
-        MeasuredSample("all-reduce", 4.0, size=1000.0, group=2),
+        MeasuredSample("all-reduce", 4.0, size=1000.0),
     ]
     return World(MeasuringTask("cpu", "none", 2, 1, world_size), found)
 
@@ -187,14 +187,13 @@ def test_the_file_reads_back(tmp_path):
 
 
 def test_worlds_of_a_request(tmp_path):
-    """Alone with either model, then every TP size, and CP 2; kernels and collectives once. Would not catch worlds that
+    """Alone with either model, then every TP size, and CP 2; kernels once. Would not catch worlds that
     take too long.
     """
     found = tasks(ProfileRequest("cpu", 4), tmp_path)
     assert [(task.world_size, task.tp_size, task.cp_size, task.num_layers) for task in found] == [
         (1, 1, 1, 2), (1, 1, 1, 6), (4, 2, 1, 6), (4, 4, 1, 6), (4, 1, 2, 6)
     ]  # fmt: skip
-    assert [task.collectives for task in found] == [(), (), (2, 4), (), ()]
     assert [task.kernels for task in found] == [True, False, True, False, False]
     assert [task.world_size for task in tasks(ProfileRequest("cpu", 3), tmp_path)] == [1, 1, 3]
     assert len(tasks(ProfileRequest("cpu", 1), tmp_path)) == 2

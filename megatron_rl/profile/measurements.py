@@ -1,23 +1,97 @@
-"""Measure passes of an actor and a critic, and generation, with the roles of a run but without a controller."""
+"""What a rank measures: kernels, passes of an actor and a critic, and generation.
+
+Passes and generation are those of the roles of a run, without a controller.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
-from megatron_rl.device import Device
-from megatron_rl.profile.kernels import timed
-from megatron_rl.profile.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, MeasuredSample, MeasuringTask
+from megatron_rl.device import Device, settled_seconds
+from megatron_rl.profile.samples import (
+    ALL_REDUCE,
+    ATTENTION,
+    COPY,
+    GENERATE,
+    HEAD_SIZE,
+    HEADS,
+    HOST_COPY,
+    MATMUL,
+    SCORE,
+    SCORE_ALONE,
+    SMALL,
+    UPDATE,
+    WIDTH,
+    Case,
+    MeasuredSample,
+    MeasuringTask,
+)
 from megatron_rl.records import Batch, Sampling, ragged, ragged_from_lengths, single_turn
 from megatron_rl.roles.host import RankHost
 from megatron_rl.rollout.slices import Slice, Start
 
+ROWS = (16, 64, 256, 1024)
+LENGTH = 1024
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+HOST_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+REDUCED_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 FIRST_TOKEN, LAST_TOKEN = 8, 60
 """Range of token ids in the probe's vocabulary, without special tokens."""
+
+
+def timed(body: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the seconds of `body`: the lower quartile of `repeats` calls after one warm-up call.
+
+    Other work of the machine only adds time. The ranks of a world start each call together; all must call.
+    """
+    seconds = []
+    for _ in range(repeats + 1):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+        start = settled_seconds(device)
+        body()
+        seconds.append(settled_seconds(device) - start)
+    return sorted(seconds[1:])[repeats // 4]
+
+
+def kernel_samples(device: Device, repeats: int) -> Iterator[MeasuredSample]:
+    """Measure this rank while all others of its world do the same; all must call. size: rows, tokens or bytes."""
+    on, kind = device.torch_device, device.kind
+    for dtype in (torch.float32, torch.bfloat16):
+        width = WIDTH[kind]
+        weight = torch.randn(width, width, device=on, dtype=dtype)
+        for rows in ROWS:
+            inputs = torch.randn(rows, width, device=on, dtype=dtype)
+            seconds = timed(partial(torch.matmul, inputs, weight), on, repeats)
+            yield MeasuredSample(f"{MATMUL} {str(dtype).removeprefix('torch.')}", seconds, size=rows)
+    dtype, attend = torch.float32 if kind == "cpu" else torch.bfloat16, torch.nn.functional.scaled_dot_product_attention
+    heads = torch.randn(1, HEADS, LENGTH, HEAD_SIZE, device=on, dtype=dtype)
+    yield MeasuredSample(
+        ATTENTION, timed(partial(attend, heads, heads, heads, is_causal=True), on, repeats), size=LENGTH
+    )
+    source = torch.ones(COPY_BYTES[kind] // 4, device=on)
+    target = torch.empty_like(source)
+    yield MeasuredSample(COPY, timed(partial(target.copy_, source), on, repeats), size=COPY_BYTES[kind])
+    on_host = torch.ones(HOST_BYTES[kind] // 4, pin_memory=kind == "cuda")
+    arrived = torch.empty(len(on_host), device=on)
+    yield MeasuredSample(HOST_COPY, timed(partial(arrived.copy_, on_host), on, repeats), size=HOST_BYTES[kind])
+    yield MeasuredSample(SMALL, timed(partial(small_operations, on), on, repeats), size=2000)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        values = torch.ones(REDUCED_BYTES[kind] // 4, device=on)
+        yield MeasuredSample(ALL_REDUCE, timed(partial(dist.all_reduce, values), on, repeats), size=REDUCED_BYTES[kind])
+
+
+def small_operations(device: torch.device) -> None:
+    """Run many tiny operations, like the layers of a small model: Python with little arithmetic."""
+    values = torch.ones(64, 64, device=device)
+    for _ in range(1000):
+        values = values * 0.5 + 1.0
 
 
 def build(host: RankHost, task: MeasuringTask) -> None:
