@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,12 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import psutil
-
 from megatron_rl.agents.endpoint import Session
 from megatron_rl.agents.observation import EpisodeError, TaskRow
 from megatron_rl.cluster.child_processes import adopter, how_ended, variables_with
-from megatron_rl.cluster.stale_processes import AGENT, children_with, families
+from megatron_rl.cluster.programs import Program
+from megatron_rl.cluster.stale_processes import AGENT, children_with, end
 from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
 from megatron_rl.user_code.user_calls import CallFailedError, called, ended
 
@@ -111,72 +109,25 @@ class CommandAgent:
         address = PolicyAddress(session.base_url, session.api_key)
         own = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         own |= {"ANTHROPIC_BASE_URL": address.anthropic_base_url, "ANTHROPIC_API_KEY": address.api_key}
-        mark, pipe = uuid.uuid4().hex, asyncio.subprocess.PIPE
-        variables = variables_with(**own, **{AGENT: mark})
+        mark, content = uuid.uuid4().hex, json.dumps(dict(task), default=str).encode()
+        variables, kept = variables_with(**own, **{AGENT: mark}), slice(-4 * LONGEST_TAIL, None)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=variables
-            )
+            program = Program(command, variables, kept=kept, content=content)
         except OSError as error:
             raise EpisodeError("raised", f"the agent {command[0]} cannot be started: {error.strerror}") from None
-        reading, output = asyncio.ensure_future(_read(process)), ""
-        feeding = asyncio.ensure_future(_feed(process, json.dumps(dict(task), default=str).encode()))
         try:
-            code = await _exit_code(process)
+            await program.wait()
         finally:
-            await _swept(process, mark)
-            feeding.cancel()
-            with suppress(TimeoutError):  # something that has dropped its environment may hold the pipe
-                output = await asyncio.wait_for(reading, END_S)
+            code = await program.end()
+            await _sweep(mark)
         if code:
+            output = plain_text(program.output.decode(errors="replace").strip())[-LONGEST_TAIL:]
             said = f"; it said: {output}" if output else ""
             raise EpisodeError("raised", f"the agent {command[0]} {how_ended(code)}{said}")
 
 
-async def _feed(process: asyncio.subprocess.Process, content: bytes) -> None:
-    assert process.stdin is not None
-    with suppress(ConnectionError):  # it does not read its task
-        process.stdin.write(content)
-        await process.stdin.drain()
-    process.stdin.close()
-
-
-async def _read(process: asyncio.subprocess.Process) -> str:
-    """Read all that the process writes, and return the end of it."""
-    assert process.stdout is not None
-    tail = b""
-    while piece := await process.stdout.read(1 << 16):
-        tail = (tail + piece)[-4 * LONGEST_TAIL :]
-    return plain_text(tail.decode(errors="replace").strip())[-LONGEST_TAIL:]
-
-
-async def _exit_code(process: asyncio.subprocess.Process) -> int:
-    """Wait until a process has ended. `Process.wait` would also wait for all that hold its output."""
-    ended = asyncio.Event()
-    with suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(process.pid)
-        try:
-            asyncio.get_running_loop().add_reader(pidfd, ended.set)
-            await ended.wait()
-        finally:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
-    while process.returncode is None:  # a thread of asyncio's is about to say so
-        await asyncio.sleep(LOOK_S)
-    return process.returncode
-
-
-async def _swept(process: asyncio.subprocess.Process, mark: str) -> None:
-    """Kill a process, if it runs, and all that it has started, wherever that has gone. mark: of its environment."""
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline:
-        left = children_with(adopter(), mark, AGENT)
-        if process.returncode is None:
-            with suppress(psutil.NoSuchProcess):
-                left += families([psutil.Process(process.pid)])
-        if not left:
-            return
-        for each in left:
-            with suppress(psutil.Error):
-                each.kill()
+async def _sweep(mark: str) -> None:
+    """Kill all that an ended program has left, wherever that has gone. mark: of its environment."""
+    deadline, left_of_it = time.monotonic() + END_S, partial(children_with, adopter(), mark, AGENT)
+    while end(left_of_it, patience_s=0.0) and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_S)

@@ -10,18 +10,11 @@ elsewhere. Nothing stays from call to call.
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from megatron_rl.agents.tools import tool
 from megatron_rl.user_code import sandbox
-from megatron_rl.user_code.scratch_folder import remove_folder
+from megatron_rl.user_code.confined_program import ConfinedProgram, scratch_folder
 
 MOST_OUTPUT = 1 << 16
 """Bytes of output that are kept; a program that writes more continues unread."""
@@ -37,64 +30,22 @@ async def python(code: str) -> str:
     Args:
         code: the program
     """
-    text = code.encode()  # on standard input: an argument may have 128 KiB, and is seen by other users
-    with _scratch_folder() as folder:
-        read, write = os.pipe()
-        confined = [sys.executable, "-I", "-S", sandbox.__file__, "--totals", str(write), folder]
-        program = [*confined, sys.executable, "-I", "-u", "-"]
-        pipe = asyncio.subprocess.PIPE
+    with scratch_folder("python_tool_") as folder:
+        program = ConfinedProgram(
+            [sys.executable, "-I", "-u", "-"],
+            VARIABLES,
+            folder,
+            kept=slice(MOST_OUTPUT + 1),
+            content=code.encode(),  # an argument may have 128 KiB, and is seen by other users
+            has_totals=True,
+        )
         try:
-            process = await asyncio.create_subprocess_exec(
-                *program,
-                cwd=folder,
-                env=VARIABLES,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(write,),
-            )
+            await program.wait(is_silent=True)
         finally:
-            os.close(write)
-        try:
-            await _feed(process, text)
-            output = await _output_of(process)
-            status = os.read(read, 4096)
-        finally:
-            os.close(read)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    reason = status.removeprefix(sandbox.READY).decode(errors="replace")
-    if not status.startswith(sandbox.READY):
+            await program.end()
+    reason = program.status.removeprefix(sandbox.READY).decode(errors="replace")
+    if not program.status.startswith(sandbox.READY):
         raise RuntimeError(reason or "the program has not started")
+    output = program.output[:MOST_OUTPUT].decode(errors="replace")
+    output += "...(truncated)..." if len(program.output) > MOST_OUTPUT else ""
     return f"{output}...(ended: it {reason})..." if reason else output
-
-
-@contextmanager
-def _scratch_folder() -> Iterator[str]:
-    """An empty folder, removed at the end with all that is in it."""
-    folder = tempfile.mkdtemp(prefix="python_tool_")
-    try:
-        yield folder
-    finally:
-        remove_folder(Path(folder))
-
-
-async def _feed(process: asyncio.subprocess.Process, text: bytes) -> None:
-    """Write a program to its interpreter, which reads all before it begins."""
-    assert process.stdin is not None
-    with suppress(ConnectionError):  # it has not started
-        process.stdin.write(text)
-        await process.stdin.drain()
-    process.stdin.close()
-
-
-async def _output_of(process: asyncio.subprocess.Process) -> str:
-    """Read all that a program writes, and keep the beginning."""
-    assert process.stdout is not None
-    kept = b""
-    while piece := await process.stdout.read(1 << 16):
-        kept = kept if len(kept) > MOST_OUTPUT else kept + piece
-    text = kept[:MOST_OUTPUT].decode(errors="replace")
-    return text if len(kept) <= MOST_OUTPUT else f"{text}...(truncated)..."

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl.cli.output import check_output_file, refuse_to_lose_output, say, write_output
+from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.verl_compat.translate import Kind
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.port.port import SOMETHING_LOST, port
@@ -32,6 +33,7 @@ def port_command(
     """
     check_output_file("--out", out)
     first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
+    exit_on_signals()
     result = port(first, arguments if first is None else arguments[1:], os.environ, trust_script)
     console = Terminal(stderr=out is None)
     if out is None:

@@ -1,58 +1,24 @@
-"""Run a script's shell to its end in a folder of its own, within limits, and remove the folder."""
+"""Run a script's shell to its end in a folder of its own, within limits."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import signal
 import stat
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
+from megatron_rl.cluster.programs import Program
+from megatron_rl.cluster.stale_processes import leaving_none_running
 from megatron_rl.errors import ConfigError
 from megatron_rl.user_code import sandbox
-from megatron_rl.user_code.scratch_folder import remove_folder
+from megatron_rl.user_code.confined_program import ConfinedProgram
 
 POLL_S = 0.2
 MOST_PROCESSES, MOST_FILES, MOST_BYTES = sandbox.TOTALS[:3]
 """Most processes of a script's group, and most files and bytes of its folder, at once."""
 MOST_READ_BYTES = 1 << 20
 """Bytes of stderr that are kept, from the end."""
-
-
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Make an empty folder, removed at the end, and on SIGTERM and SIGHUP, with all that is in it.
-
-    It may be of any depth; links are not followed.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="megatron_rl_port_"))
-    try:
-        with _raised((signal.SIGTERM, signal.SIGHUP)):
-            yield folder
-    finally:
-        remove_folder(folder)
-
-
-@contextlib.contextmanager
-def _raised(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Make signals raise SystemExit with their exit codes; in other threads than the main one, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_script(
@@ -65,38 +31,22 @@ def run_script(
 ) -> str:
     """Run a script and return the end of its stderr. work: its current folder; it can write to the parent of it alone.
 
-    Every process of its group has ended when this returns, and only a trusted script can leave the group. Raises
-    ConfigError where the kernel does not sandbox it, and at the limits.
+    All that it has started has ended when this returns. Raises ConfigError where the kernel does not sandbox it, and at
+    the limits.
     """
-    read, write = os.pipe()
-    program = ["/bin/bash", str(script.resolve()), *arguments]
-    if not is_trusted:
-        program = [sys.executable, "-I", "-S", sandbox.__file__, str(write), str(work.parent), *program]
-    with open(read, "rb") as status:
+    command, kept = ["/bin/bash", str(script.resolve()), *arguments], slice(-MOST_READ_BYTES, None)
+    with leaving_none_running():
+        if is_trusted:
+            shell = Program(command, variables, kept=kept, folder=work, errors_alone=True)
+        else:
+            shell = ConfinedProgram(command, variables, work.parent, kept=kept, folder=work, errors_alone=True)
         try:
-            shell = subprocess.Popen(
-                program,
-                cwd=work,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-                pass_fds=(write,),
-            )
+            _wait(script, shell, work.parent, time_limit_s)
         finally:
-            os.close(write)
-        try:
-            if not is_trusted:
-                _refuse_unconfined(script, status.read())
-            return _wait(script, shell, work.parent, time_limit_s).decode(errors="replace")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-            if shell.stderr is not None:
-                shell.stderr.close()
+            shell.close()
+    if isinstance(shell, ConfinedProgram):
+        _refuse_unconfined(script, shell.status)
+    return shell.output.decode(errors="replace")
 
 
 def read_record(file: Path) -> bytes:
@@ -122,36 +72,13 @@ def _refuse_unconfined(script: Path, status: bytes) -> None:
     )
 
 
-def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit_s: float) -> bytes:
-    """Wait for the shell, and return the end of its stderr. Raises ConfigError where it passes a limit.
-
-    It stays a zombie, so that no other process gets its number before its group is ended.
-    """
-    pipe: IO[bytes] | None = shell.stderr
-    assert pipe is not None
-    text, ended, limit = b"", os.pidfd_open(shell.pid), time.monotonic() + time_limit_s
-    poll, checked = select.poll(), time.monotonic()
-    poll.register(ended, select.POLLIN)
-    poll.register(pipe, select.POLLIN)
-    try:
-        while True:
-            ready = {descriptor for descriptor, _ in poll.poll(1000 * POLL_S)}
-            if pipe.fileno() in ready:
-                chunk = os.read(pipe.fileno(), MOST_READ_BYTES)  # all that a pipe holds
-                text = (text + chunk)[-MOST_READ_BYTES:]
-                if not chunk:
-                    poll.unregister(pipe)
-            if ended in ready:
-                return text
-            if time.monotonic() > checked + POLL_S:
-                most = sandbox.TOTALS._replace(processes=MOST_PROCESSES, files=MOST_FILES, written=MOST_BYTES)
-                rule = sandbox.passed_limit(str(folder), shell.pid, most)
-                if rule is None and time.monotonic() > limit:
-                    rule = f"did not end within {time_limit_s:g} s, although no program that it starts does anything"
-                if rule is not None:
-                    raise ConfigError(
-                        f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
-                    )
-                checked = time.monotonic()
-    finally:
-        os.close(ended)
+def _wait(script: Path, shell: Program, folder: Path, time_limit_s: float) -> None:
+    """Wait for the shell. Raises ConfigError where it passes a limit."""
+    limit = time.monotonic() + time_limit_s
+    most = sandbox.TOTALS._replace(processes=MOST_PROCESSES, files=MOST_FILES, written=MOST_BYTES)
+    while not shell.ended_within(POLL_S):
+        rule = sandbox.passed_limit(str(folder), shell.pid, most)
+        if rule is None and time.monotonic() > limit:
+            rule = f"did not end within {time_limit_s:g} s, although no program that it starts does anything"
+        if rule is not None:
+            raise ConfigError(f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ...")

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.running import read_record, run_script, scratch_folder
+from megatron_rl.port.running import read_record, run_script
+from megatron_rl.user_code.confined_program import scratch_folder
 
 TIME_LIMIT_S = 20.0
 NUM_GPUS = 8
@@ -104,7 +105,7 @@ def _run(
     marked: Mapping[str, str],
     is_trusted: bool,
 ) -> ShellRun:
-    with scratch_folder() as folder:
+    with scratch_folder("megatron_rl_port_") as folder:
         stubs, work, temporary = folder / "stubs", folder / "open/work", folder / "open/tmp"
         record = folder / "open/calls"
         for made in (stubs, work, temporary):

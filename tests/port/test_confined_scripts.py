@@ -20,6 +20,7 @@ from megatron_rl.cli.porting import port_command
 from megatron_rl.errors import ConfigError
 from megatron_rl.port import running, shell
 from megatron_rl.user_code import sandbox
+from megatron_rl.user_code.confined_program import scratch_folder
 from megatron_rl.user_code.sandbox import FileProtection, Kernel, Refused
 
 BEST = Kernel("x86_64", 7, filters=True, namespaces=False)
@@ -311,7 +312,9 @@ head -c 70000000 /dev/zero > large; python3 a.b=$(stat -c %s large)
 STARTER = """
 import sys
 from pathlib import Path
+from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.port import shell
+exit_on_signals()
 shell.launches_of(Path(sys.argv[1]), [], {})
 """
 
@@ -335,7 +338,7 @@ def test_folders_of_any_depth_are_removed(tmp_path, scratch):
     """1100 in one another, a link to a folder outside, and one that nobody may read. Would not catch one that grows."""
     kept = tmp_path / "kept"
     (kept / "inner").mkdir(parents=True)
-    with running.scratch_folder() as folder:
+    with scratch_folder("test_") as folder:
         (folder / "link").symlink_to(kept)
         (folder / "closed").mkdir(mode=0)
         place = os.open(folder, os.O_RDONLY)
