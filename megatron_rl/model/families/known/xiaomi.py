@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.family import Carried, Family, MTPForm
-from megatron_rl.model.families.known.qwen2 import NO_END, WINDOW
+from megatron_rl.model.families.known.qwen import NO_END, WINDOW
 
 FAMILIES = (
     # MiMo-7B: Qwen2, and a multi-token prediction layer. A classifier on its trunk is Qwen2's.
