@@ -18,8 +18,7 @@ from megatron_rl.cluster.pool_options import Hosting, phases_of
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.replicas import ReplicatedPool, parts_of
 from megatron_rl.cluster.waiting import PoolFuture, get_all
-from megatron_rl.config.elastic_pools import ElasticPool
-from megatron_rl.config.roles import PoolSpec
+from megatron_rl.config.roles import ElasticPool, PoolSpec
 from megatron_rl.errors import ConfigError
 
 ROOM_LIMIT_S = 30.0

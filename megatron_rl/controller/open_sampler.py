@@ -13,8 +13,7 @@ from megatron_rl.agents.episode import Reply
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.elastic_pools import elastic_pools
-from megatron_rl.config.roles import ROLLOUT, Placement
+from megatron_rl.config.roles import ROLLOUT, Placement, elastic_pools
 from megatron_rl.config.rollout_keys import DRAFT_KEYS, EARLIER, extra_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
@@ -34,13 +33,12 @@ from megatron_rl.sampling.journal import (
     TurnAnswered,
     read_events,
 )
-from megatron_rl.sampling.length_history import LengthHistory
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.recorded_sampler import RecordedSampler, check_record
 from megatron_rl.sampling.replay import Replay
 from megatron_rl.sampling.replica_sampler import ReplicaSampler
 from megatron_rl.sampling.request_scheduler import RequestScheduler
-from megatron_rl.sampling.response_history import ResponseHistory
+from megatron_rl.sampling.response_history import LengthHistory, ResponseHistory
 from megatron_rl.sampling.rollout_checkpoint import read_schedule
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
 from megatron_rl.sampling.schedule_types import KeptGroups, ScheduleConfig

@@ -2,15 +2,17 @@
 checkpoint.
 
 An attempt is one start of a run's ranks. The launcher, the copies in the nodes' memory, the request to stop, and the
-controller's part of the two newest copies are kept from one attempt to the next.
+controller's part of the two newest copies are kept from one attempt to the next. A run on fewer nodes has fewer
+data-parallel ranks, and more micro-batches of the same samples.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +21,13 @@ from typing import Any, Self, TypeVar
 from megatron_rl.checkpoint.memory_checkpoint_plan import CopyPlace, files_of, is_whole
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.signals import StopRequest, graceful_signals
+from megatron_rl.config.roles import PoolSize, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
-from megatron_rl.controller.fewer_nodes import sizes_of, smaller
 from megatron_rl.errors import ConfigError, CopyLost, MegatronRLError, WorkerFailure
 from megatron_rl.observe.appended_file import opened_to_append
 from megatron_rl.observe.terminal import warn
+from megatron_rl.planning.preflight import preflight
 
 Result = TypeVar("Result")
 
@@ -211,7 +214,9 @@ class Repairs:
             if self.stop.is_set:
                 raise failure
             if time.monotonic() > deadline:
-                fitting = (fewer for fewer in smaller(self.config) if not self._launcher.shortage(sizes_of(fewer)))
+                fitting = (
+                    fewer for fewer in on_fewer_nodes(self.config) if not self._launcher.shortage(needed_sizes(fewer))
+                )
                 fewer = next(fitting, None)
                 if fewer is None:
                     warn(f"not repaired after trainer.repair_wait_s={wait_s:g} s: {missing}")
@@ -227,11 +232,11 @@ class Repairs:
     def _shortage_of_known(self) -> str:
         """Choose the full layout if nodes have room for it, else the present one; return "" or why neither fits."""
         assert self._launcher is not None, "no rank was started"
-        missing = self._launcher.shortage(sizes_of(self._full))
+        missing = self._launcher.shortage(needed_sizes(self._full))
         if not missing:
             self.config = self._full
         elif self.config is not self._full:
-            missing = self._launcher.shortage(sizes_of(self.config))
+            missing = self._launcher.shortage(needed_sizes(self.config))
         return missing
 
     def raise_if_nodes_returned(self) -> None:
@@ -241,7 +246,7 @@ class Repairs:
         """
         if self.config is self._full or self._launcher is None:
             return
-        if not self._launcher.shortage(sizes_of(self._full)):
+        if not self._launcher.shortage(needed_sizes(self._full)):
             raise NodesReturned
 
     def grow(self) -> None:
@@ -292,3 +297,20 @@ def repairable(error: MegatronRLError, loss: WorkerFailure | None) -> WorkerFail
     if loss is not None and isinstance(error, ConfigError) and error.is_shortage:
         return loss
     raise error
+
+
+def on_fewer_nodes(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield copies of the configuration with fewer nodes of global_pool that preflight accepts, the largest first.
+
+    Batches keep their samples, mini-batches and micro-batches their sizes: what changes is who computes them.
+    """
+    for num_nodes in range(config.trainer.nnodes - 1, 0, -1):
+        fewer = copy.deepcopy(config)
+        fewer.trainer.nnodes = num_nodes
+        if not preflight(fewer):
+            yield fewer
+
+
+def needed_sizes(config: RunConfig) -> Sequence[PoolSize]:
+    """Sizes of the pools that a run needs."""
+    return [pool.size for pool in needed_pools(config)]

@@ -14,8 +14,7 @@ from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool_options import Hosting, PoolOptions
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.cluster.shm_files import HELD_BYTES
-from megatron_rl.config.elastic_pools import elastic_pools, needed_pools
-from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement
+from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of

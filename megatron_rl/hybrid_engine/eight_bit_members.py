@@ -1,6 +1,8 @@
 """What ranks hold of a rollout with FP8 weights, as three exchanges move it: codes, scales, and what stays.
 
-Pure data: the planner counts with the members that a run exchanges with.
+Pure data: the planner counts with the members that a run exchanges with. Tensors of several dtypes move as one as their
+bytes: one of elements of `size` bytes gets a further, last dim of `size` bytes, which nothing cuts, so that every
+layout cuts its bytes as it cuts its elements.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from typing import NamedTuple
 
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member, aligned
-from megatron_rl.parallel.byte_tensors import as_bytes_of, bytes_shard
 from megatron_rl.parallel.scale_blocks import SCALES, scales_of, scales_shard
-from megatron_rl.parallel.sharding import LogicalTensor
+from megatron_rl.parallel.sharding import LogicalTensor, Part, Shard
 
 CODE_BYTES, SCALE_BYTES = 1, 4
 """Bytes of the code of one element, and of the scale of one block."""
@@ -98,3 +99,15 @@ def own_numel(member: Member) -> int:
 
 def _as_it_is(slot: Slot) -> Slot:
     return slot
+
+
+def as_bytes_of(tensor: LogicalTensor, size: int) -> LogicalTensor:
+    """The bytes of a logical tensor whose elements have `size` bytes."""
+    segments = tuple(segment._replace(shape=(*segment.shape, size)) for segment in tensor.segments)
+    return replace(tensor, segments=segments)
+
+
+def bytes_shard(shard: Shard, size: int) -> Shard:
+    """The shard of the bytes next to a shard of the elements."""
+    parts = (Part(part.segment, (*part.box, (0, size)), (*part.at, 0)) for part in shard.parts)
+    return Shard((*shard.shape, size), tuple(parts))

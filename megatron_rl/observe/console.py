@@ -1,15 +1,66 @@
-"""Output of a process: what nobody reads is dropped without an error, and libraries' chatter is silenced."""
+"""Output of a process: what nobody reads is dropped without an error, and libraries' chatter is silenced.
+
+Notices of libraries that a user cannot act on are listed, each by its text, with the reason why it is not shown.
+Whatever is not in these tables is shown, and errors always are.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from megatron_rl.observe.silenced import silence_libraries
+
+class Silenced(NamedTuple):
+    """A warning. message: a regular expression that its text begins with."""
+
+    message: str
+    category: type[Warning]
+    reason: str
+
+
+WARNINGS = (
+    Silenced(
+        r"(Transformer Engine and )?Apex (is|are) not installed",
+        UserWarning,
+        "Megatron takes torch's kernels instead, and the plan refuses by name what needs the others",
+    ),
+    Silenced("full scope is deprecated", UserWarning, "Megatron's own default of a key that no run here sets"),
+    Silenced(
+        r"`torch\.distributed\.\w+` is deprecated",
+        FutureWarning,
+        "Megatron and vLLM call it; requirements/ pins the torch that still has it",
+    ),
+    Silenced(
+        "`load_state_dict` is deprecated and will be removed",
+        FutureWarning,
+        "Megatron calls it of torch.distributed.checkpoint at every resume; requirements/ pins the torch that has it",
+    ),
+    Silenced(
+        "torch.distributed is disabled, unavailable or uninitialized",
+        UserWarning,
+        "`export` and `average` read a checkpoint in one process on purpose",
+    ),
+)
+LOGGERS = {
+    "torch.fx._symbolic_trace": "a notice about torch's own interface, for its developers",
+    "torch._library.triton": "says that a kernel has no GPU here, where none is used",
+}
+"""Logger of a library -> why only its errors are shown."""
+
+
+def silence_libraries() -> None:
+    """Show none of `WARNINGS`, and only errors of `LOGGERS`; call it before libraries are imported."""
+    for silenced in WARNINGS:
+        warnings.filterwarnings("ignore", message=silenced.message, category=silenced.category)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
 
 STANDARD = (0, 1, 2)
 """stdin, stdout and stderr, which the files of a program must never become."""
@@ -81,7 +132,7 @@ def _fill_closed() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars of `transformers`, and what `observe.silenced` lists; call it before loading libraries."""
+    """Silence progress bars of `transformers`, and what this module lists; call it before loading libraries."""
     silence_libraries()
     from transformers.utils import logging as transformers_logging
 

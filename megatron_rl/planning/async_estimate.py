@@ -23,10 +23,9 @@ from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import StepTime
 from megatron_rl.planning.time import Estimator
 from megatron_rl.sampling.engine_model import Costs
-from megatron_rl.sampling.reference_times import optimum, synchronous
 from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
-from megatron_rl.sampling.simulate import Lengths, SimulatedRun, simulate
+from megatron_rl.sampling.simulate import Lengths, SimulatedRun, optimum, simulate, synchronous
 
 MOST_REPLICAS, MOST_ROWS = 4, 32
 """Most replicas, and rows of one batch on one replica, that are simulated."""

@@ -1,16 +1,19 @@
-"""Read a configuration for a command, with the violations of its keys, its values and the files it names."""
+"""Read a configuration for a command, with the violations of its keys, its values and the files it names, and its keys
+without effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.eval_config import for_evaluation
-from megatron_rl.config.idle_keys import idle_keys
+from megatron_rl.config.keys import CRITIC, REF, followed_keys
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import PPO, TASKS, WITHOUT_ROLLOUT
@@ -124,3 +127,35 @@ def planned_task(config: RunConfig, task: str | None) -> RunConfig:
     name = config.trainer.stage if task is None else task
     planned = for_task(config, name) if name in TASKS else config
     return for_evaluation(planned) if planned.generates and planned.trainer.val_only else planned
+
+
+MOST_NAMED = 5
+GROUPS = {
+    CRITIC: ("critic", (f"{CRITIC}.",)),
+    REF: ("reference", (f"{REF}.",)),
+    "reward_model": ("reward model", ("reward_model.model.", "reward_model.megatron.")),
+}
+"""Key of a role -> what it is called, and how the keys begin that nothing else reads."""
+
+
+def idle_keys(config: RunConfig, given: Collection[str]) -> list[str]:
+    """Return a line for each absent role of a PPO run of which keys are given, with the first of them.
+
+    given: the keys that a user has set. A key whose value a key elsewhere follows is not idle. An evaluation leaves
+    roles out by itself, and says nothing.
+    """
+    if not config.generates or config.trainer.val_only:
+        return []
+    present = {role.key for role in roles_of(config)}
+    absent = {key: row for key, row in GROUPS.items() if key not in present}
+    if not absent:
+        return []
+    starts = tuple(f"{group}." for group in absent)
+    followed = {leader for key, leader in followed_keys(config).items() if not key.startswith(starts)}
+    lines = []
+    for group, (name, begins) in absent.items():
+        keys = sorted(key for key in given if key.startswith(begins) and key not in followed | {f"{group}.enable"})
+        more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
+        if keys:
+            lines.append(f"without effect: {', '.join(keys[:MOST_NAMED])}{more}, because this run has no {name}")
+    return lines

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.elastic_pools import elastic_pools
-from megatron_rl.config.roles import Placement
+from megatron_rl.config.roles import Placement, elastic_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.plan_tables import amount
 from megatron_rl.planning.run_models import PoolModels

@@ -1,4 +1,4 @@
-"""Score finished groups, and give each a verdict (dynamic sampling)."""
+"""Score finished groups, and give each a verdict (dynamic sampling): whether its responses teach something."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.groups import differing
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.sampling.group_map import requests_of_groups
 from megatron_rl.sampling.in_flight import InFlightBatches
@@ -18,6 +18,21 @@ from megatron_rl.scoring.batch_scorers import RewardScorer, score
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.scored_answers import ScoredAnswers, join
 from megatron_rl.scoring.user_verdict import UserVerdicts, keeps
+
+
+def differing(scores: Tensor, groups: Tensor) -> Tensor:
+    """bool [B]: true for all responses of a group whose scores are not all equal. scores: float [B]; groups: int64 [B],
+    equal for the responses to one prompt.
+
+    The others have advantage 0 under every estimator that compares within a group (DAPO: Yu et al., arXiv:2503.14476,
+    section 3.2).
+    """
+    _, index = groups.unique(return_inverse=True)
+    num_groups = int(index.max()) + 1
+    largest = torch.full((num_groups,), -torch.inf).scatter_reduce(0, index, scores, "amax")
+    smallest = torch.full((num_groups,), torch.inf).scatter_reduce(0, index, scores, "amin")
+    return (largest > smallest)[index]
+
 
 Keeps = Callable[[Prompts, Batch, ScoredAnswers], torch.Tensor]
 """(prompts, responses and scores of some groups, B rows) -> bool [B], whether the group of each row is kept."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.filtered_requests import FilteredGroups
-from megatron_rl.sampling.group_map import GroupMap
+from megatron_rl.sampling.group_map import GroupMap, move_groups
 from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone, StepTaken
 from megatron_rl.sampling.schedule_types import (
     Counts,
@@ -26,7 +26,6 @@ from megatron_rl.sampling.schedule_types import (
     ScheduleConfig,
     SliceOrder,
 )
-from megatron_rl.sampling.straggler_swap import move_groups
 from megatron_rl.sampling.verdicts import GroupVerdicts, NoVerdicts
 
 

@@ -9,8 +9,8 @@ from megatron_rl.agents.episodes import Episodes
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Slice, SliceReport
 from megatron_rl.sampling.in_flight import InFlightBatches
-from megatron_rl.sampling.length_history import LengthHistory, longest_first
 from megatron_rl.sampling.request_scheduler import RequestScheduler
+from megatron_rl.sampling.response_history import LengthHistory, longest_first
 from megatron_rl.sampling.schedule_types import GroupsJoined, SliceOrder
 from megatron_rl.scoring.rule import Ended
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from megatron_rl.sampling.group_map import GroupMap
+from megatron_rl.sampling.group_map import GroupMap, move_groups, plan_swap
 from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
-from megatron_rl.sampling.straggler_swap import move_groups, plan_swap
 
 
 @dataclass

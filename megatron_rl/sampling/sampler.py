@@ -7,8 +7,8 @@ same with and without batches that are already begun.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,21 +27,47 @@ from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
-from megatron_rl.sampling.awaited import Awaited
-from megatron_rl.sampling.filtered_batches import FilteredBatches
+from megatron_rl.sampling.filtered_batches import FilteredBatches, GroupPrompts
 from megatron_rl.sampling.group_judge import GroupJudge, keeps_of
-from megatron_rl.sampling.group_prompts import GroupPrompts
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.journal import Journal, reply_event
-from megatron_rl.sampling.length_history import LENGTHS_FILE, LengthHistory
 from megatron_rl.sampling.request_queue import RequestQueue
 from megatron_rl.sampling.request_scheduler import RequestScheduler
-from megatron_rl.sampling.response_history import EARLIER_FILE, ResponseHistory
+from megatron_rl.sampling.response_history import EARLIER_FILE, LENGTHS_FILE, LengthHistory, ResponseHistory
 from megatron_rl.sampling.rollout_checkpoint import ROLLOUTS_FILE, read_answers, write_rollouts
 from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.user_verdict import UserVerdicts
+
+
+class Awaited:
+    """The episodes that are waited for, if any. in_rounds: they are generated in several rounds of the engines, between
+    which the driver learns of them; else only the engines know.
+    """
+
+    def __init__(self, in_rounds: bool) -> None:
+        self._in_rounds = in_rounds
+        self._episodes: Sequence[Episode] = ()
+
+    @contextmanager
+    def waiting(self, episodes: Sequence[Episode]) -> Iterator[None]:
+        """Wait for these inside."""
+        self._episodes = episodes
+        try:
+            yield
+        finally:
+            self._episodes = ()
+
+    def progress(self, phase: str = "") -> list[str]:
+        """Return how many are complete, and how many wait for their environment; any thread may ask."""
+        episodes = self._episodes
+        if not (episodes and self._in_rounds):
+            return []
+        complete, waiting = sum(one.finish != "" for one in episodes), sum(one.waits for one in episodes)
+        known = [f"{complete} of {len(episodes)} responses complete"]
+        return [*known, f"{waiting} wait for their environment"] if waiting else known
+
 
 TURNS = "turns"
 """The phase in which nothing but environments, tools and agents is waited for."""

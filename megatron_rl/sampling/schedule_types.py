@@ -74,7 +74,7 @@ class ScheduleConfig:
     awaits_turns: bool = False
     """A round starts only when no request is away, so that orders do not depend on how long replies to turns take."""
     extra_groups: int = 0
-    """Over-sampling (`straggler_swap.py`): late groups that a batch may leave to the next one, in place of finished
+    """Over-sampling (`group_map.py`): late groups that a batch may leave to the next one, in place of finished
     ones of that; and groups that may start in addition to `early_batches`. 0: none."""
     group_size: int = 1
     """Requests per group."""

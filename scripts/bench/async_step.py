@@ -9,7 +9,7 @@ is 8 times longer) or short and equal.
 
 The arms take turns within one run; seconds of a step are medians over the rounds, with the lowest and the highest. What
 else the machine does can only add to them. optimum: below which no schedule can come on these ranks
-(`sampling.reference_times`); simulated: what the scheduler comes to on a clock where the controller costs nothing.
+(`sampling.simulate`); simulated: what the scheduler comes to on a clock where the controller costs nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.engine_model import Costs
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.journal import Journal, Recorder
-from megatron_rl.sampling.reference_times import optimum
 from megatron_rl.sampling.replica_states import ReplicaSlots
 from megatron_rl.sampling.request_queue import RequestQueue
 from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
-from megatron_rl.sampling.simulate import Lengths, simulate
+from megatron_rl.sampling.simulate import Lengths, optimum, simulate
 from megatron_rl.sampling.weight_sync import ReplicaWeights
 
 REPLICAS = 2

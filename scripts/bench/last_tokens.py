@@ -36,8 +36,8 @@ from megatron_rl.config.rollout_keys import extra_groups
 from megatron_rl.records import Prompts, ragged
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.in_flight import InFlightBatches
-from megatron_rl.sampling.length_history import LengthHistory
 from megatron_rl.sampling.request_queue import RequestQueue
+from megatron_rl.sampling.response_history import LengthHistory
 from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 

@@ -6,11 +6,11 @@ import other_words_table
 import pytest
 from marked_tables import with_tables
 
-from megatron_rl.config.idle_keys import idle_keys
 from megatron_rl.config.keys import KEYS
 from megatron_rl.config.load import load_config, read_run
 from megatron_rl.config.other_words import OTHER_WORDS
 from megatron_rl.config.synonyms import ANSWERS, PROMPTS, SOURCES, WORDS, suggested_column, suggested_key
+from megatron_rl.planning.checked_config import idle_keys
 
 ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT
 from test_over_sampling import numbers, weights_equal
 
-from megatron_rl.sampling.length_history import LENGTHS_FILE
+from megatron_rl.sampling.response_history import LENGTHS_FILE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 

@@ -26,7 +26,6 @@ SCHEDULE = {
         "verdicts",
         "load_balancing",
         "engine_model",
-        "reference_times",
         "journal",
         "filtered_replay",
         "filtered_requests",
@@ -35,7 +34,6 @@ SCHEDULE = {
         "replay",
         "requests",
         "schedule_types",
-        "straggler_swap",
     )
 } | {"sampling.scheduler", "sampling.simulate"}
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
@@ -150,7 +148,6 @@ PURE_PARTS = (
     f"{PACKAGE}.model.parts",
     f"{PACKAGE}.data.row_files",
     f"{PACKAGE}.sampling.engine_model",
-    f"{PACKAGE}.sampling.reference_times",
     f"{PACKAGE}.sampling.schedule_types",
     f"{PACKAGE}.sampling.scheduler",
     f"{PACKAGE}.sampling.simulate",

@@ -8,7 +8,7 @@ from megatron_rl.agents.episode import Episode
 from megatron_rl.observe import phase_watch
 from megatron_rl.observe.phase_watch import PhaseWatch
 from megatron_rl.records import Sampling
-from megatron_rl.sampling.awaited import Awaited
+from megatron_rl.sampling.sampler import Awaited
 
 
 class Clock:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from megatron_rl.observe.silenced import LOGGERS, silence_libraries
+from megatron_rl.observe.console import LOGGERS, silence_libraries
 from megatron_rl.observe.step_line import FIELDS, TimeLeft, brief, step_line
 
 RECORDED = json.loads((Path(__file__).parents[2] / "docs/demo_run.json").read_text())["metrics"]
@@ -91,6 +91,6 @@ def test_only_listed_warnings_are_silenced():
 def test_megatron_is_imported_without_a_word():
     """The modules whose warnings a run showed. Would not catch a warning of a call."""
     modules = "megatron.core.optimizer, megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision"
-    lines = f"from megatron_rl.observe.silenced import silence_libraries\nsilence_libraries()\nimport {modules}"
+    lines = f"from megatron_rl.observe.console import silence_libraries\nsilence_libraries()\nimport {modules}"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True, timeout=120)
     assert (done.stdout, done.stderr) == ("", "")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.elastic_pools import elastic_pools, needed_pools
 from megatron_rl.config.load import load_config
+from megatron_rl.config.roles import elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.repair_notes import elastic_notes

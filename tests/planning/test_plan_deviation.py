@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.observe.plan_deviation import PlanDeviation
+from megatron_rl.planning.planned_steps import PlanDeviation
 
 PLANNED = {"gen": 10.0, "ref": 2.0, "reshard": 0.1}
 GOOD = {"gen": 11.9, "ref": 1.7, "reshard": 0.2}

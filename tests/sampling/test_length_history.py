@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.sampling.engine_model import draw
-from megatron_rl.sampling.length_history import LengthHistory, longest_first
 from megatron_rl.sampling.load_balancing import by_expected_length
+from megatron_rl.sampling.response_history import LengthHistory, longest_first
 from megatron_rl.sampling.schedule_types import ScheduleConfig, SliceOrder
 from megatron_rl.sampling.scheduler import Scheduler
 

@@ -9,10 +9,9 @@ from random import Random
 import pytest
 
 from megatron_rl.sampling.engine_model import Costs, draw
-from megatron_rl.sampling.reference_times import optimum, synchronous
 from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
-from megatron_rl.sampling.simulate import SimulatedRun, simulate
+from megatron_rl.sampling.simulate import SimulatedRun, optimum, simulate, synchronous
 
 SECOND = Costs(step_seconds=lambda running: 1.0, train_seconds=3.0)
 """Each engine step takes one second, however many requests run."""

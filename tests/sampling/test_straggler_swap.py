@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from megatron_rl.config.rollout_keys import extra_groups
 from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.engine_model import Engine, draw
-from megatron_rl.sampling.group_map import GroupMap
+from megatron_rl.sampling.group_map import GroupMap, plan_swap
 from megatron_rl.sampling.journal import Journal, Recorder, from_json, read_events, to_json, with_lasting_numbers
 from megatron_rl.sampling.replay import Replay
 from megatron_rl.sampling.request_scheduler import RequestScheduler
 from megatron_rl.sampling.schedule_types import GroupSwap, RequestDecision, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
-from megatron_rl.sampling.straggler_swap import plan_swap
 
 
 @dataclass
