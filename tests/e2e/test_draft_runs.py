@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from conftest import DEMOS_OWN
 from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT, WITHOUT_RAY, metrics
 from test_agent_runs import environment
@@ -27,7 +26,7 @@ NUM_PROMPTS = 16
 def epochs(tmp_path: Path, few_prompts: Path) -> str:
     """The setting of a file of so few prompts that a step or two are an epoch."""
     file = tmp_path / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(few_prompts / DEMOS_OWN.name)[:NUM_PROMPTS], file)
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(few_prompts / "train.parquet")[:NUM_PROMPTS], file)
     return f"data.train_files={file}"
 
 
