@@ -4,8 +4,8 @@
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/train/agents.md
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
-#                 make test-exhaustive: the sweeps that make test leaves out, make test-weekly: what these leave out,
-#                 docs/internals/testing.md
+#                 make test-instruments: of what measures and rehearses runs; make test-exhaustive: the sweeps that
+#                 make test leaves out, make test-weekly: what these leave out, docs/internals/testing.md
 # make docs       README and docs/ as a site in build/docs, which needs no network
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
@@ -22,7 +22,7 @@ TE_VERSIONS := 2.11.0 2.20.2
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
+.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-instruments test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
 
 install: $(STAMP)
 
@@ -72,11 +72,16 @@ demo-rlhf: install
 
 # Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time.
 test: lint assets
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not instrument" $(ARGS)
+
+# Tests of what measures and rehearses runs, long ones too.
+INSTRUMENTS := $(BIN)/python -m pytest -m "instrument and not quiet and not weekly"
+test-instruments: install assets
+	$(INSTRUMENTS) -n 3 --dist worksteal $(ARGS) || $(INSTRUMENTS) --last-failed --last-failed-no-failures none $(ARGS)
 
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
 # more, alone.
-SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not quiet and not weekly"
+SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not instrument and not quiet and not weekly"
 test-sweeps: install assets
 	$(SWEEPS) -n 3 --dist worksteal $(ARGS) || $(SWEEPS) --last-failed --last-failed-no-failures none $(ARGS)
 
@@ -84,12 +89,13 @@ test-sweeps: install assets
 test-exhaustive: test-sweeps
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
-# What scripts/nightly.sh runs with WEEKLY=1: one at a time, because some take all cores.
+# What scripts/nightly.sh runs with WEEKLY=1: one at a time, because some take all cores. It first says which have not run
+# here for 14 days: tests/house/weekly_runs.py.
 test-weekly: install assets
 	$(BIN)/python -m pytest -m weekly $(ARGS)
 
 test-fast: lint
-	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive and not instrument" $(ARGS)
 
 # Style, layout of lines, and types; of the tests only what tests/house/verb_types.py says.
 lint: install

@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
+from weekly_runs import WeeklyRuns
 
 from megatron_rl.cluster.loading import without_collections
 
@@ -27,6 +28,24 @@ settings.load_profile("without deadlines")
 # Tests start hundreds of processes, each of which would compile this package anew; and each worker all files of tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+INSTRUMENTS = ("gpu_contract", "profile", "rehearse")
+"""Folders of tests of what measures and rehearses runs; `make test-instruments` has all tests that are so marked."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Date weekly tests, in the process that hears of every outcome."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(WeeklyRuns())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of these folders, before `-m` chooses."""
+    for item in items:
+        if item.path.parent.name in INSTRUMENTS:
+            item.add_marker(pytest.mark.instrument)
 
 
 @pytest.hookimpl(wrapper=True)

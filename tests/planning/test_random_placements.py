@@ -19,6 +19,8 @@ from megatron_rl.planning.preflight import preflight
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.points import points_of
 
+pytestmark = pytest.mark.instrument
+
 
 @pytest.fixture
 def request_of_demo(tmp_path):

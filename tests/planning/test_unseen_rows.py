@@ -16,6 +16,8 @@ from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.transition import TransitionPlan
 
+pytestmark = pytest.mark.instrument
+
 REPOSITORY = Path(__file__).parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
 
