@@ -18,11 +18,9 @@ from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import validates, with_steps
 from megatron_rl.controller.algorithm import Algorithm
-from megatron_rl.controller.followers import before_first_step
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule, with_all_replicas
-from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.recorded_samples import record_samples
 from megatron_rl.controller.repairs import Repairs
@@ -158,7 +156,6 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         plain = untemplated_notes(chats, tokenizer, config.data)
         warnings = (*ends, *plain, *notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
         take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
-        write_plan(logger)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         opened.enter_context(verdicts or nullcontext())
@@ -181,7 +178,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         validation = PromptValidation(config, logger, repairs.stop, data.val, sampler, held_out)
         life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler, repairs)
         life.restore()
-        before_first_step(pools, folder.start.step)
+        pools.begin_followers(folder.start.step)
         sampler.load_weights(folder.start.step)
         planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
         with life:

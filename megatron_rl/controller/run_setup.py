@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
@@ -14,20 +15,26 @@ from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool_options import Hosting, PoolOptions
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.cluster.shm_files import HELD_BYTES
-from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, elastic_pools, needed_pools
+from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, RoleSpec, elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
+from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
-from megatron_rl.controller.followers import after_step, connect_followers
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
 from megatron_rl.node_check.cluster_check import NodeCheck
-from megatron_rl.observe.summary import layout_table
+from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.observe.summary import PLAN_FILE, finite_or_null, layout_table
+from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.planned_steps import stall_timeout_s
+from megatron_rl.planning.run_plan import RunPlan, mean_lengths
+from megatron_rl.planning.task_plan import TaskPlan
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
+from megatron_rl.roles.policy_followers import FollowedPolicy, FollowingScorer
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
@@ -45,7 +52,8 @@ def take_folder(
     lines: Iterable[str] = (),
     warnings: Iterable[str] = (),
 ) -> None:
-    """Claim the run's folder, restore `parts` from the checkpoint to resume, and print `table`, lines and warnings.
+    """Claim the run's folder, restore `parts` from the checkpoint to resume, print `table`, lines and warnings, and
+    write the plan.
 
     Raises ConfigError where another run is in the folder or the checkpoint does not fit, StorageError where the folder
     cannot be written to.
@@ -66,6 +74,29 @@ def take_folder(
         logger.warn(warning)
     if handed := handed_on():
         logger.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
+    write_plan(logger)
+
+
+def write_plan(logger: RunLogger) -> None:
+    """Write plan.json to the run's folder: its configuration, and the numbers that `megatron-rl plan --json` prints, to
+    read next to what was measured. Warns where that fails.
+
+    A start that trains nothing keeps the plan of the steps that were taken.
+    """
+    if logger.folder.keeps(PLAN_FILE):
+        return
+    config, hardware = logger.config, planned_hardware(logger.config)
+    plan: RunPlan | TaskPlan
+    if isinstance(config, TaskConfig):
+        plan = TaskPlan.of(config, hardware, None)
+    else:
+        plan = RunPlan.of(config, hardware, mean_lengths(config.data, None, None))
+    content = {"config": without_secrets(asdict(config)), "plan": plan.as_json()}
+    try:
+        text = json.dumps(finite_or_null(content), indent=1, allow_nan=False, default=str)
+        replace_file(logger.folder.path / PLAN_FILE, text.encode() + b"\n")
+    except OSError as error:
+        logger.warn(f"{PLAN_FILE} could not be written: {error}")
 
 
 def nothing_to_train(trainer: TrainerConfig, step: int) -> str:
@@ -119,12 +150,47 @@ class RunPools:
         pools = cls(placement, cluster, hosts)
         if placement.followers:
             with logger.clock.waiting("connect followers"):
-                connect_followers(pools)
+                pools.connect_followers()
         return pools
 
     def handle(self, name: str, kind: type[Kind]) -> Kind:
         """The handle of a role. Raises KeyError for a role that the run does not have."""
         return self.cluster.pools[self.placement.roles[name].pool].handle(name, kind)
+
+    # Roles of other pools that take weights of a policy: a reference that moves, a teacher that is the policy
+
+    def connect_followers(self) -> None:
+        """Connect the pools of every policy and of the roles that follow it, once these are built."""
+        for role in self.placement.followers:
+            policy, follower = self._ends_of(role)
+            address = policy.offer_to(role.name, self.placement.pool_of(role.name).world_size).get()
+            joining = policy.join_follower(role.name, address), follower.join_policy(address)
+            for end in joining:
+                end.get()
+
+    def begin_followers(self, step: int) -> None:
+        """Send the weights after `step`, at which a run begins, to roles that are the policy in every step."""
+        self._send((role for role in self.placement.followers if role.follows and not role.follows.is_kept), step)
+
+    def move_followers(self, step: int) -> None:
+        """Send the weights after a step to the roles that take them then."""
+        due = (role for role in self.placement.followers if role.follows and step % role.follows.every == 0)
+        self._send(due, step)
+
+    def _send(self, roles: Iterable[RoleSpec], step: int) -> None:
+        """Send the weights after a step to roles; returns when these have mixed them in."""
+        for role in roles:
+            policy, follower = self._ends_of(role)
+            moving = policy.send_to(role.name, step), follower.take_weights(step)
+            for end in moving:
+                end.get()
+
+    def _ends_of(self, role: RoleSpec) -> tuple[FollowedPolicy, FollowingScorer]:
+        """The handles of the policy that a role follows, and of the role."""
+        assert role.follows is not None
+        leader = self.placement.roles[role.follows.leader]
+        policy, follower = (self.handle(one.name, CLASSES[one.kind.name]) for one in (leader, role))
+        return cast(FollowedPolicy, policy), cast(FollowingScorer, follower)
 
 
 @dataclass(frozen=True)
@@ -141,7 +207,7 @@ class RunBase:
         """Move the reference to the policy if it is to follow and this step, whose update is over, is one of those.
         Roles of other pools that follow get their weights, too.
         """
-        after_step(self.pools, step)
+        self.pools.move_followers(step)
         reference = self.pools.placement.roles.get(REFERENCE)
         is_beside = reference is not None and reference.follows is None
         if is_beside and self.config.actor_rollout_ref.ref.is_refreshed_after(step):

@@ -12,7 +12,6 @@ from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
@@ -74,7 +73,6 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         path, kwargs = placement.leader.model_path, config.data.apply_chat_template_kwargs
         ends = end_token_notes(path, tokenizer, kwargs, is_chat=tokenizer.chat_template is not None)
         take_folder(opened, logger, parts, task_table(config), lines=data.notes, warnings=ends)
-        write_plan(logger)
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         stored = StoredReference(logger.folder.start.path)

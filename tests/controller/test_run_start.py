@@ -18,12 +18,11 @@ from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.task_config import for_task
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.report import kept_summary
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
-from megatron_rl.controller.run_setup import nothing_to_train
+from megatron_rl.controller.run_setup import nothing_to_train, write_plan
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
 
