@@ -7,7 +7,9 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Self
 
 from megatron_rl.cluster.channel import LONGEST, Channel
 
@@ -16,28 +18,56 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def fork_child(serve: Callable[[Channel], None], longest: int = LONGEST) -> tuple[int, Channel]:
-    """Fork a child that calls `serve` with its end of a channel and then exits; return its pid and the other end.
+@dataclass(frozen=True)
+class ForkedChild:
+    """A fork of this process. pidfd: readable once it has ended. channel: this process's end."""
 
-    The child exits with 0, or with 1 after an error, which it prints. It gets SIGKILL when this process dies.
-    longest: bytes of a message of the child's.
-    """
-    ours, theirs = Channel.pair(longest)
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        theirs.close()
-        return pid, ours
-    code = 1
-    try:
-        ours.close()
-        die_with(parent)
-        serve(theirs)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    pid: int
+    pidfd: int
+    channel: Channel
+
+    @classmethod
+    def start(cls, serve: Callable[[Channel], None], longest: int = LONGEST) -> Self:
+        """Fork a child that calls `serve` with its end of a channel and then exits.
+
+        The child exits with 0, or with 1 after an error, which it prints. It gets SIGKILL when this process dies.
+        longest: bytes of a message of the child's.
+        """
+        ours, theirs = Channel.pair(longest)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return cls(pid, os.pidfd_open(pid), ours)
+        code = 1
+        try:
+            ours.close()
+            die_with(parent)
+            serve(theirs)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def end(self) -> int:
+        """Kill it, and its process group if it has made one; return its exit code, negative for a signal.
+
+        Raises ChildProcessError where it is not this process's child, or has been waited for.
+        """
+        self.channel.close()
+        os.close(self.pidfd)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, if there is one of this leader. The leader must not have been waited for."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def die_with(parent: int) -> None:

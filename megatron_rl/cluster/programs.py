@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from megatron_rl.cluster.child_processes import die_with, how_ended, variables_with
+from megatron_rl.cluster.child_processes import die_with, how_ended, kill_group, variables_with
 from megatron_rl.cluster.stale_processes import UNKILLABLE_AFTER_S, leaving_none_running
 
 PIECE = 1 << 16
@@ -98,7 +98,7 @@ class Program:
 
     async def end(self) -> int:
         """Kill it, wait without holding up others, and close as `close`."""
-        self._kill()
+        kill_group(self.pid)
         try:
             await self.wait()
         finally:
@@ -107,7 +107,7 @@ class Program:
 
     def close(self) -> int:
         """Kill it and its process group, and read what is left; return its exit code, negative for a signal."""
-        self._kill()
+        kill_group(self.pid)
         if self.ended_within(UNKILLABLE_AFTER_S):
             self._process.wait()
         for _ in range(PIECES_OF_A_PIPE):  # a process that has left the group may print on
@@ -119,10 +119,6 @@ class Program:
         self._selector.close()
         os.close(self._end)
         return -signal.SIGKILL if self._process.returncode is None else self._process.returncode
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def _move(self, timeout_s: float) -> bool:
         """Read and write what is possible after that wait at most; return whether anything was."""

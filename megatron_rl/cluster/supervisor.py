@@ -39,7 +39,7 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
-from megatron_rl.cluster.child_processes import adopt_orphans, die_with
+from megatron_rl.cluster.child_processes import adopt_orphans, die_with, kill_group
 from megatron_rl.cluster.inductor_cache import VARIABLE, remove_if_empty
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.scratch import Scratch
@@ -203,12 +203,6 @@ class Supervisor:
             os.close(client.process)
         for process, _ in self._ranks.values():
             os.close(process)
-
-
-def kill_group(pid: int) -> None:
-    """Kill a rank and its process group, as far as there are any."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def load(modules: Sequence[str], starter: int, scratch: Scratch) -> None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.child_processes import how_ended
+from megatron_rl.cluster.child_processes import how_ended, kill_group
 from megatron_rl.cluster.inductor_cache import VARIABLE, folder_of_ranks
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
 from megatron_rl.cluster.loading import import_path
@@ -27,7 +27,7 @@ from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.shm_files import MappedFiles
 from megatron_rl.cluster.stale_processes import RUN_ID, end, processes_with
-from megatron_rl.cluster.supervisor import LARGEST, SUPERVISOR, kill_group
+from megatron_rl.cluster.supervisor import LARGEST, SUPERVISOR
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
 
 OF_DRIVER = "supervisor"

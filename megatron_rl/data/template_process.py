@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.cluster.channel import Channel
-from megatron_rl.cluster.child_processes import fork_child, how_ended
+from megatron_rl.cluster.child_processes import ForkedChild, how_ended
 from megatron_rl.data.message_form import Message, MessageForm, is_plain
 from megatron_rl.errors import ConfigError
 
@@ -207,9 +207,9 @@ class TemplateProcess(Generic[Item, Answer]):
             raise TemplateRefusal(self._reason()) from None
 
     def _start(self) -> Channel:
-        pid, channel = fork_child(self._serve)
-        self._finalizer = weakref.finalize(self, _end, pid, channel, os.getpid())
-        return channel
+        child = ForkedChild.start(self._serve)
+        self._finalizer = weakref.finalize(self, _end, child, os.getpid())
+        return child.channel
 
     def _serve(self, channel: Channel) -> None:
         """Run as the child: receive lists of items, send lists of responses."""
@@ -248,18 +248,12 @@ class TemplateProcess(Generic[Item, Answer]):
         return f"its process {'has ended' if status is None else how_ended(status)}"
 
 
-def _end(pid: int, channel: Channel, parent: int) -> int | None:
-    """Kill the child if it still runs. Returns its exit code, negative for a signal."""
-    if os.getpid() != parent:
-        return None  # a copy of the object in another child
-    channel.close()
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    try:
-        _, status = os.waitpid(pid, 0)
-    except ChildProcessError:
-        return None
-    return os.waitstatus_to_exitcode(status)
+def _end(child: ForkedChild, parent: int) -> int | None:
+    """Kill the child if it still runs. Returns its exit code, negative for a signal; None: it is not known here."""
+    with suppress(ChildProcessError):
+        if os.getpid() == parent:  # no copy of the object in another child
+            return child.end()
+    return None
 
 
 class Renderer:

@@ -5,60 +5,49 @@ The fake device comes before torch; what all ranks need is imported once, before
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.child_processes import die_with
+from megatron_rl.cluster.channel import Channel, ready
+from megatron_rl.cluster.child_processes import ForkedChild, die_with
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
 from third_party_patches.torch import fake_cuda
 
 
-def main(request_file: str) -> int:
-    """Rehearse all ranks of a request; returns how many failed. Each writes its file, with `failure` if it failed."""
+def main(request_file: str) -> None:
+    """Rehearse all ranks of a request. Each writes its file, with `failure` if it failed."""
     request = RehearsalRequest.read(Path(request_file))
     die_with(os.getppid())
     fake_cuda.load(Path(request.library))
     _import_all()
-    waiting, running, failed, own = list(request.ranks), set[int](), 0, os.getpid()
+    waiting, running = list(request.ranks), dict[int, ForkedChild]()
     while waiting or running:
         while waiting and len(running) < request.jobs:
-            rank = waiting.pop(0)
             sys.stdout.flush()
-            child = os.fork()
-            if child == 0:
-                _in_child(request, rank, own)
-            running.add(child)
-        ended, status = os.wait()
-        running.discard(ended)
-        failed += status != 0
-    return failed
+            child = ForkedChild.start(partial(_report, request, waiting.pop(0)))
+            running[child.pidfd] = child
+        for ended in ready([], running):
+            running.pop(ended).end()
 
 
-def _in_child(request: RehearsalRequest, rank: RankOfPool, parent: int) -> None:
-    """Rehearse a rank, and end the process."""
-    status = 1
-    die_with(parent)
+def _report(request: RehearsalRequest, rank: RankOfPool, parent: Channel) -> None:
+    """Rehearse a rank, in a process of its own, and write its file."""
     try:
         report = rehearsed(request, rank)
-        status = 0
     except ConfigError as error:  # which a user can mend
         report = {"failure": f"ConfigError: {error}"}
     except BaseException:
         report = {"failure": traceback.format_exc()}
-    finally:
-        file = rank_file(Path(request.out), rank.number)
-        with contextlib.suppress(OSError):
-            content = {"number": rank.number, "pool": rank.pool, "rank": rank.rank} | report
-            replace_file(file, json.dumps(content).encode())
-        os._exit(status)
+    content = {"number": rank.number, "pool": rank.pool, "rank": rank.rank} | report
+    replace_file(rank_file(Path(request.out), rank.number), json.dumps(content).encode())
 
 
 def _import_all() -> None:
@@ -142,4 +131,4 @@ def _environment(rank: RankOfPool, world_size: int, ranks_per_node: int, first_n
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]) != 0)
+    main(sys.argv[1])

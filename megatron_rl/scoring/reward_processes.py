@@ -17,8 +17,8 @@ from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.group_function import Group, GroupRewardSource
 from megatron_rl.scoring.outcome import Outcome, Sample, failed
 from megatron_rl.user_code.user_calls import USERS
-from megatron_rl.user_code.work import CRASHED, TIMED_OUT
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
+from megatron_rl.user_code.worker import CRASHED, TIMED_OUT
 from megatron_rl.user_code.worker_supervisor import WorkerSettings
 
 MOST_FRUITLESS_TIMEOUTS = 16

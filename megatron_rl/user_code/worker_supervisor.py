@@ -27,11 +27,20 @@ from typing import Any
 import psutil
 
 from megatron_rl.cluster.channel import Channel, GarbledError, ready
-from megatron_rl.cluster.child_processes import adopting_orphans, fork_child, how_ended, mark_children
+from megatron_rl.cluster.child_processes import ForkedChild, adopting_orphans, how_ended, mark_children
 from megatron_rl.cluster.stale_processes import WORKER, children_with, end
 from megatron_rl.observe.console import drop_unread_output
-from megatron_rl.user_code.work import CRASHED, READY, TIMED_OUT, WORN_OUT, Work
-from megatron_rl.user_code.worker import LONGEST_ANSWER, packed_job, read_message, work
+from megatron_rl.user_code.worker import (
+    CRASHED,
+    LONGEST_ANSWER,
+    READY,
+    TIMED_OUT,
+    WORN_OUT,
+    Work,
+    packed_job,
+    read_message,
+    work,
+)
 
 LARGEST_CHUNK = 16
 """Jobs without a key that are sent to a worker at once."""
@@ -100,9 +109,7 @@ class Worker:
     mark: of all that it starts. is_worn_out: it gets no further jobs, and is replaced once it is at none.
     """
 
-    pid: int
-    pidfd: int
-    channel: Channel
+    child: ForkedChild
     mark: str
     since: float
     ready: bool = False
@@ -155,14 +162,14 @@ class WorkerSupervisor:
         for place, worker in enumerate(self.workers):
             if worker is None:
                 mark = uuid.uuid4().hex
-                pid, channel = fork_child(partial(self._become_worker, mark), LONGEST_ANSWER)
-                self.workers[place] = Worker(pid, os.pidfd_open(pid), channel, mark, time.monotonic())
+                child = ForkedChild.start(partial(self._become_worker, mark), LONGEST_ANSWER)
+                self.workers[place] = Worker(child, mark, time.monotonic())
 
     def _become_worker(self, mark: str, own: Channel) -> None:
-        for channel in (self.driver, *(worker.channel for _, worker in self._living)):
+        for channel in (self.driver, *(worker.child.channel for _, worker in self._living)):
             channel.close()
         for _, worker in self._living:
-            os.close(worker.pidfd)
+            os.close(worker.child.pidfd)
         mark_children(WORKER, mark)
         work(own, self.settings.work)
 
@@ -181,7 +188,7 @@ class WorkerSupervisor:
                 if isinstance(job, Job):
                     worker.jobs[job.number] = job
                     worker.since = time.monotonic()
-                worker.channel.send(packed_job(number, job.content))
+                worker.child.channel.send(packed_job(number, job.content))
 
     def _answer(self) -> None:
         if self.answers:
@@ -191,10 +198,11 @@ class WorkerSupervisor:
     def _await_event(self) -> None:
         """Wait for a message, room for one, the end of a worker, or the next time limit."""
         workers = [worker for _, worker in self._living]
+        children = [worker.child for worker in workers]
         ends = [limit for worker in workers if (limit := worker.deadline(self.settings.timeout_s)) is not None]
         timeout_s = max(0.0, min(ends) - time.monotonic()) if ends else None
         self._reap_adopted()
-        ready([self.driver, *(worker.channel for worker in workers)], [worker.pidfd for worker in workers], timeout_s)
+        ready([self.driver, *(child.channel for child in children)], [child.pidfd for child in children], timeout_s)
 
     def _hear_driver(self) -> None:
         for message in self.driver.take():
@@ -227,7 +235,7 @@ class WorkerSupervisor:
         now, noun = time.monotonic(), self.settings.work.noun
         for place, worker in self._living:
             # Look for its end before reading: then no message can follow the ones read here.
-            ended = bool(ready([], [worker.pidfd], 0.0))
+            ended = bool(ready([], [worker.child.pidfd], 0.0))
             try:
                 self._listen(worker)
             except GarbledError as error:
@@ -250,7 +258,7 @@ class WorkerSupervisor:
 
     def _listen(self, worker: Worker) -> None:
         """Process the messages that the worker has sent. Raises GarbledError for a message that no worker sends."""
-        for line in worker.channel.take():
+        for line in worker.child.channel.take():
             message = read_message(line)
             worker.since = time.monotonic()
             if message == READY:
@@ -324,22 +332,17 @@ class WorkerSupervisor:
         if worker is None:
             return 0
         self.workers[place] = None
-        started = psutil.Process(worker.pid).children(recursive=True)
-        for kill in (os.kill, os.killpg):
-            with suppress(ProcessLookupError):
-                kill(worker.pid, signal.SIGKILL)
+        started = psutil.Process(worker.child.pid).children(recursive=True)
+        code = worker.child.end()
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        _, status = os.waitpid(worker.pid, 0)
-        worker.channel.close()
-        os.close(worker.pidfd)
         end(lambda: children_with(os.getpid(), worker.mark, WORKER), END_S)
-        return os.waitstatus_to_exitcode(status)
+        return code
 
     def _reap_adopted(self) -> None:
         """Reap ended processes that the user's code has orphaned, up to the first that is a worker."""
-        workers = {worker.pid for _, worker in self._living}
+        workers = {worker.child.pid for _, worker in self._living}
         peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while (ended := os.waitid(os.P_ALL, 0, peek)) is not None and ended.si_pid not in workers:
             os.waitpid(ended.si_pid, 0)

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from megatron_rl.cluster.channel import HEADER, MARK, Channel, GarbledError, ServedChannel, ready
-from megatron_rl.cluster.child_processes import fork_child
+from megatron_rl.cluster.child_processes import ForkedChild
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,13 +84,13 @@ def test_a_thread_sends_and_hears_while_its_process_does_other_things() -> None:
             channel.send_whole(channel.receive())
 
     heard: SimpleQueue[bytes | None] = SimpleQueue()
-    pid, channel = fork_child(child)
-    served = ServedChannel(channel, heard.put)
+    forked = ForkedChild.start(child)
+    served = ServedChannel(forked.channel, heard.put)
     begun = time.thread_time()
     for _ in range(21):
         served.send(LARGE)
     assert time.thread_time() - begun < 1.0
     assert [heard.get() == LARGE for _ in range(20)] == [True] * 20 and heard.get() is None
     served.close()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ready([], [forked.pidfd], 10.0) and forked.end() == 0
     assert not any(thread.name == "channel" for thread in threading.enumerate())
