@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future as RankAnswer
 from contextlib import contextmanager
@@ -28,8 +29,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
-from megatron_rl.cluster.failure_domain import FailureDomain
-from megatron_rl.cluster.failures import RankFailure
+from megatron_rl.cluster.failures import FailureDomain, RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
@@ -42,6 +42,7 @@ from megatron_rl.cluster.routing import Route, Split, join_answers, payloads_of_
 from megatron_rl.cluster.waiting import CallFuture, StartFuture, WaitStep
 from megatron_rl.dispatch import CallInterval, Coordinates, Dispatch, Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
+from megatron_rl.observe.liveness import WorkDone
 
 START_TIMEOUT_S = 300.0
 """Generous: ranks come up in time unless another pool occupies them or their node is gone."""
@@ -318,3 +319,25 @@ class ProcessPool:
 
     def _end(self, failures: Sequence[RankFailure]) -> NoReturn:
         self.failure_domain.end(self, [replace(failure, pool=self.name) for failure in failures])
+
+
+def at_work(pool: ProcessPool) -> str:
+    """Return which method ranks are in and how far it is; "" where they are in none. Any thread may ask.
+
+    Work is added up over the ranks that answer for their replica: the others of a replica do the same.
+    """
+    signs = {} if pool.monitor is None else {rank: sign for rank, sign in pool.monitor.signs.items() if sign.method}
+    if not signs:
+        return ""
+    (role, method), num_ranks = Counter((sign.role, sign.method) for sign in signs.values()).most_common(1)[0]
+    text = f"{role}.{method} on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    target = pool.all_targets.get(HOST if role == "host" else role, {}).get(method)
+    if target is None or target.mark.dispatch not in pool.routes:
+        return text
+    collectors = pool.routes[target.mark.dispatch].collectors
+    here = [sign.work for rank, sign in signs.items() if rank in collectors and sign.method == method]
+    works = [work for work in here if work is not None]
+    if not works:
+        return text
+    all_done = WorkDone(works[0].things, sum(work.done for work in works), sum(work.total for work in works))
+    return f"{text}, {all_done}"

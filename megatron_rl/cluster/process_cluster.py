@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_rl.cluster.at_work import at_work
-from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.failures import FailureDomain
 from megatron_rl.cluster.launcher import Launcher, ProcessInfo, Ranks
-from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool import ProcessPool, at_work
 from megatron_rl.cluster.pool_options import Hosting, phases_of
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.replicas import ReplicatedPool, parts_of

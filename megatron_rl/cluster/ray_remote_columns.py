@@ -10,21 +10,24 @@ import asyncio
 import shutil
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import ray
 import torch
+from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from megatron_rl.cluster.rank_messages import ProcessDied
+from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import SEGMENTS
 from megatron_rl.cluster.shm_files import LEFT_FREE, place_on, write
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.remote_columns import Range, RemoteColumn, RemoteSegment
+from megatron_rl.remote_columns import Part, Range, RemoteColumn, RemoteSegment
 
 Wanted = list[tuple[RemoteSegment, list[Range]]]
 
@@ -141,6 +144,109 @@ def read_ranges(path: str, ranges: Sequence[Range]) -> Any:
                     raise EOFError(f"{path} ends at byte {start}")
                 start, place = start + read, place + read
     return content
+
+
+def future_of(
+    answer: ObjectRef, read: Callable[[Any], Any] = lambda value: value, lost: Callable[[], None] = lambda: None
+) -> Future[Any]:
+    """Return the future of a call of an agent; it raises ProcessDied also where the agent, or its node, has died.
+
+    lost: called then, before the future is ready.
+    """
+    future: Future[Any] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        try:
+            future.set_result(read(done.result()))
+        except RayTaskError as error:
+            future.set_exception(error.cause if isinstance(error.cause, ProcessDied) else ProcessDied(str(error)))
+        except RayError as error:
+            lost()
+            details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
+            future.set_exception(ProcessDied("\n".join(details) or str(error)))
+        except Exception as error:
+            future.set_exception(error)
+
+    answer.future().add_done_callback(pass_on)
+    return future
+
+
+class ReplyToKeep:
+    """A reply of ranks that the run may lose: its columns move to a node that stays, before the reply counts.
+
+        reply of a replica --which segments--> a lasting node's agent copies the files --> the reply names the copies
+
+    A run continues without a replica and trains on all that it has answered. A node that is lost before the copies
+    exist is lost without its reply. Where the lasting node has no room, or there is none, the columns pass through the
+    driver. kept: the content, once the columns are in their place.
+    """
+
+    def __init__(self, reply: Future[bytes], held: RayRemoteColumns) -> None:
+        self.kept: Future[Any] = Future()
+        self._held = held
+        self._reply = b""
+        self._leaving: list[RemoteSegment] = []
+        self._then(reply, self._take)
+
+    def _then(self, done: Future[Any], next_step: Callable[[Any], None]) -> None:
+        """Continue with the result; whatever fails is the reply's failure."""
+
+        def step(finished: Future[Any]) -> None:
+            try:
+                next_step(finished.result())
+            except Exception as error:
+                self.kept.set_exception(error)
+
+        done.add_done_callback(step)
+
+    def _take(self, reply: bytes) -> None:
+        self._reply, found = reply, list[RemoteSegment]()
+
+        def note(segment: RemoteSegment) -> Part:
+            found.append(segment)
+            return segment
+
+        answer_of(reply, self._held, note)
+        stays = self._held.lasting_agent(found[0].node) if found else None
+        self._leaving = [segment for segment in found if stays is None or segment.node != stays[0]]
+        if not self._leaving:
+            self._finish({})
+        elif stays is None:
+            self._read()
+        else:
+            self._move(*stays)
+
+    def _move(self, node: str, agent: ActorHandle) -> None:
+        wants = [
+            Want(segment.path, segment.num_bytes, segment.node, self._held.agent_on(segment), [(0, segment.num_bytes)])
+            for segment in self._leaving
+        ]
+
+        def moved(has_room: bool) -> None:
+            if not has_room:
+                self._read()
+                return
+            copies = {
+                segment.path: replace(segment, path=place_on(node, segment.path, segment.node), node=node)
+                for segment in self._leaving
+            }
+            self._finish({path: copy.freed_with() for path, copy in copies.items()})
+
+        self._then(future_of(agent.take_over.remote(wants)), moved)
+
+    def _read(self) -> None:
+        files = [(segment.path, segment.node, segment.num_bytes) for segment in self._leaving]
+
+        def read(contents: list[Any]) -> None:
+            values = zip(self._leaving, contents, strict=True)
+            self._finish({own.path: torch.from_numpy(x.copy()).view(own.dtype).view(own.shape) for own, x in values})
+
+        self._then(future_of(self._held.agent_on(self._leaving[0]).take_held.remote(files)), read)
+
+    def _finish(self, kept: dict[str, Part]) -> None:
+        self.kept.set_result(
+            answer_of(self._reply, self._held, lambda own: kept[own.path] if own.path in kept else own.freed_with())
+        )
 
 
 class CopiesHere:

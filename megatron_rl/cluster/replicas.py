@@ -21,11 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from megatron_rl.cluster.at_work import at_work
-from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.failures import FailureDomain
 from megatron_rl.cluster.handle import HOST, Handle
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
-from megatron_rl.cluster.pool import START_TIMEOUT_S, ProcessPool
+from megatron_rl.cluster.pool import START_TIMEOUT_S, ProcessPool, at_work
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.stale_processes import REPLICA, end, processes_with, variable_of
 from megatron_rl.cluster.waiting import PoolFuture
@@ -194,7 +193,7 @@ class ReplicatedPool:
         return [replica for replica in self.replicas if not replica.is_away]
 
     def at_work(self) -> str:
-        """Return what the replicas are doing, as `at_work.at_work`; replicas that do the same are counted."""
+        """Return what the replicas are doing, as `pool.at_work`; replicas that do the same are counted."""
         texts = Counter(text for replica in self._started if (text := at_work(replica.pool)))
         return ", ".join(text if number == 1 else f"{number} x {text}" for text, number in texts.items())
 

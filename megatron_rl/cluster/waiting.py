@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from megatron_rl.cluster.calls import LOOK_S
-from megatron_rl.cluster.failure_domain import FailureDomain, PoolInDomain
+from megatron_rl.cluster.failures import FailureDomain, PoolInDomain
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 

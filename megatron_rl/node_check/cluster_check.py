@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.failures import FailureDomain
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions

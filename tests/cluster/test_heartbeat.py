@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.cluster import heartbeat_monitor
-from megatron_rl.cluster.at_work import at_work
 from megatron_rl.cluster.calls import failures_of
 from megatron_rl.cluster.handle import Target
 from megatron_rl.cluster.heartbeat import Heartbeat
@@ -33,6 +32,7 @@ from megatron_rl.cluster.heartbeat_monitor import (
     waits_for_peers,
 )
 from megatron_rl.cluster.launcher import ProcessInfo
+from megatron_rl.cluster.pool import at_work
 from megatron_rl.cluster.routing import Route
 from megatron_rl.dispatch import Dispatch, RemoteMethod
 from megatron_rl.observe.liveness import WorkDone, counting, current_work, finished_one, made_progress

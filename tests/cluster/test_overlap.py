@@ -13,7 +13,7 @@ import torch
 from launchers import reserved
 from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
 
-from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.failures import FailureDomain
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions

@@ -11,7 +11,7 @@ from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool_options import Hosting
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
-from megatron_rl.cluster.ray_ranks import RayRanks
+from megatron_rl.cluster.ray_launcher import RayRanks
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.replicas import parts_of
 from megatron_rl.cluster.stale_processes import DRAINS, REPLICA

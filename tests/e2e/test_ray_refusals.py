@@ -16,7 +16,7 @@ from forked_run import without_ray
 from raylets import Raylets, free_port
 
 from megatron_rl.cluster import ray_session
-from megatron_rl.cluster.ray_ranks import asked, shortage
+from megatron_rl.cluster.ray_launcher import asked, shortage
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
