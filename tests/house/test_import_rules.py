@@ -258,7 +258,7 @@ def test_every_import_is_allowed():
 
 
 BY_NAME = {"agents/class_tools.py", "config/declarations.py", "cluster/supervisor.py"}
-BY_NAME |= {"observe/trackers.py", "observe/step_spans.py"}
+BY_NAME |= {"observe/services.py", "observe/step_spans.py"}
 """Files that import modules by name: the plug-ins of a configuration, optional services, and what a rank preloads."""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observe.trackers import TRACKERS
+from megatron_rl.observe.services import TRACKERS
 
 OFFLINE = {
     "WANDB_MODE": "offline",

@@ -11,8 +11,7 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.single_values import constraint_problems
 from megatron_rl.config.trainer import LOGGERS
-from megatron_rl.observe.services import Services, absent_services, is_installed
-from megatron_rl.observe.trackers import TRACKERS
+from megatron_rl.observe.services import TRACKERS, Services, absent_services, is_installed
 
 REPOSITORY = Path(__file__).parents[2]
 
