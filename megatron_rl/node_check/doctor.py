@@ -247,57 +247,49 @@ def _packages(facts: MachineFacts) -> Iterator[Symptom]:
 def _package(facts: MachineFacts, needed: Requirement) -> Iterator[Symptom]:
     """Yield a line if the package is missing or of another version, or if it decides what can run."""
     here = facts.installed.get(needed.name)
-    if here is None:
-        yield Symptom(needed.name, "not installed", Condition.BROKEN, f'pip install "{needed.name}{needed.specifier}"')
-    elif not needed.specifier.contains(here, prereleases=True):
+    fault = "not installed" if here is None else ""
+    if here is not None and not needed.specifier.contains(here, prereleases=True):
+        fault = f"{here}, not {needed.specifier}"
+    if fault or needed.name in ("torch", "megatron-core", "ray", *ENGINES):
         remedy = f'pip install "{needed.name}{needed.specifier}"'
-        yield Symptom(needed.name, f"{here}, not {needed.specifier}", Condition.BROKEN, remedy)
-    elif needed.name in ("torch", "megatron-core", "ray", *ENGINES):
-        yield Symptom(needed.name, here)
+        yield judged(needed.name, here or "", fault, remedy, Condition.BROKEN)
+
+
+def judged(what: str, value: str, fault: str, remedy: str, state: Condition = Condition.DOUBTFUL) -> Symptom:
+    """Return the line of a thing: `value` where all is well, else the fault. fault: "" for none."""
+    return Symptom(what, fault, state, remedy) if fault else Symptom(what, value)
 
 
 def _tools(facts: MachineFacts) -> Iterator[Symptom]:
     """Lines for the compiler, the trackers of a configuration, and the cache of models."""
-    if facts.tools.compiler:
-        yield Symptom("g++", facts.tools.compiler)
-    else:
-        remedy = "apt install g++: megatron-rl rehearse builds a small library with it; nothing else needs it"
-        yield Symptom("g++", "not installed", Condition.DOUBTFUL, remedy)
+    remedy = "apt install g++: megatron-rl rehearse builds a small library with it; nothing else needs it"
+    yield judged("g++", facts.tools.compiler, "" if facts.tools.compiler else "not installed", remedy)
     for name in facts.tools.absent:
         remedy = f"pip install {PACKAGES.get(name, name)}, or take {name} out of trainer.logger"
         yield Symptom(f"tracker {name}", "not installed, and trainer.logger names it", Condition.BROKEN, remedy)
     number = f"{facts.tools.cached} model{'s' * (facts.tools.cached != 1)} in {facts.tools.cache}"
-    if facts.tools.cache_fault:
-        remedy = "set HF_HOME to a folder that can be written, before hf download"
-        yield Symptom("Hugging Face cache", f"{number}; {facts.tools.cache_fault}", Condition.DOUBTFUL, remedy)
-    else:
-        yield Symptom("Hugging Face cache", number)
+    remedy = "set HF_HOME to a folder that can be written, before hf download"
+    yield judged(
+        "Hugging Face cache", number, facts.tools.cache_fault and f"{number}; {facts.tools.cache_fault}", remedy
+    )
 
 
 def _devices(facts: MachineFacts) -> Iterator[Symptom]:
     if facts.gpu_fault:
         remedy = "see why on a shell: nvidia-smi; runs with trainer.device=cpu need no GPU"
         yield Symptom("nvidia-smi", facts.gpu_fault, Condition.DOUBTFUL, remedy)
-    if not facts.gpus:
-        if facts.cuda:
-            remedy = "runs need trainer.device=cpu; where there are GPUs, see why nvidia-smi does not list them"
-            yield Symptom("GPUs", f"none, though torch is built for CUDA {facts.cuda}", Condition.DOUBTFUL, remedy)
-        else:
-            yield Symptom("GPUs", "none; runs need trainer.device=cpu")
+    if facts.gpus:
+        value = f"{len(facts.gpus)} x {', '.join(dict.fromkeys(facts.gpus))}, driver {facts.driver}"
+        fault = "" if facts.cuda else f"{value}, but torch is built for CPUs"
+        remedy = 'install a torch for CUDA: pip install -e ".[gpu]"; this one runs trainer.device=cpu alone'
+        yield judged("GPUs", f"{value}, torch for CUDA {facts.cuda}", fault, remedy)
     else:
-        names = ", ".join(dict.fromkeys(facts.gpus))
-        value = f"{len(facts.gpus)} x {names}, driver {facts.driver}"
-        if facts.cuda:
-            yield Symptom("GPUs", f"{value}, torch for CUDA {facts.cuda}")
-        else:
-            remedy = 'install a torch for CUDA: pip install -e ".[gpu]"; this one runs trainer.device=cpu alone'
-            yield Symptom("GPUs", f"{value}, but torch is built for CPUs", Condition.DOUBTFUL, remedy)
-    if facts.load > BUSY * facts.num_cores:
-        value = f"{facts.num_cores}, and {facts.load:.0f} programs want to compute"
-        remedy = "end other programs, or set OMP_NUM_THREADS=1, so that threads of a run do not wait for each other"
-        yield Symptom("CPU cores", value, Condition.DOUBTFUL, remedy)
-    else:
-        yield Symptom("CPU cores", str(facts.num_cores))
+        fault = f"none, though torch is built for CUDA {facts.cuda}" if facts.cuda else ""
+        remedy = "runs need trainer.device=cpu; where there are GPUs, see why nvidia-smi does not list them"
+        yield judged("GPUs", "none; runs need trainer.device=cpu", fault, remedy)
+    busy = f"{facts.num_cores}, and {facts.load:.0f} programs want to compute"
+    remedy = "end other programs, or set OMP_NUM_THREADS=1, so that threads of a run do not wait for each other"
+    yield judged("CPU cores", str(facts.num_cores), busy if facts.load > BUSY * facts.num_cores else "", remedy)
 
 
 def _room(facts: MachineFacts) -> Iterator[Symptom]:
@@ -310,12 +302,10 @@ def _room(facts: MachineFacts) -> Iterator[Symptom]:
         what, remedy = f"disk, {facts.tools.run_folder}", "set trainer.default_local_dir to a folder with more room"
         rooms.append((what, facts.tools.run_disk, LEAST_DISK, remedy))
     for what, free, least, remedy in rooms:
-        state = Condition.FINE if free >= least else Condition.DOUBTFUL
-        yield Symptom(what, f"{free / GB:.1f} GB free", state, "" if state is Condition.FINE else remedy)
-    if facts.num_files < LEAST_FILES:
-        yield Symptom("open files", str(facts.num_files), Condition.DOUBTFUL, f"ulimit -n {64 * LEAST_FILES}")
-    else:
-        yield Symptom("open files", f"at most {facts.num_files}")
+        value = f"{free / GB:.1f} GB free"
+        yield judged(what, value, value if free < least else "", remedy)
+    few = str(facts.num_files) if facts.num_files < LEAST_FILES else ""
+    yield judged("open files", f"at most {facts.num_files}", few, f"ulimit -n {64 * LEAST_FILES}")
 
 
 def _places(facts: MachineFacts) -> Iterator[Symptom]:
@@ -323,20 +313,12 @@ def _places(facts: MachineFacts) -> Iterator[Symptom]:
         what = "does not exist, or cannot be written"
         yield Symptom(folder, what, Condition.BROKEN, "set TMPDIR, HOME or the working folder to one that can")
     too_long = len(facts.temporary.encode()) - LONGEST_BASE
-    if too_long > 0:
-        remedy = f"set TMPDIR to a shorter path, by {too_long} bytes: names of sockets have 107 at most"
-        yield Symptom("TMPDIR", facts.temporary, Condition.DOUBTFUL, remedy)
-    else:
-        yield Symptom("TMPDIR", facts.temporary)
-    if facts.loopback:
-        remedy = "let programs listen on 127.0.0.1: ranks and the controller talk there"
-        yield Symptom("ports of 127.0.0.1", facts.loopback, Condition.BROKEN, remedy)
-    else:
-        yield Symptom("ports of 127.0.0.1", "can be opened")
-    if facts.tools.ray_port and not facts.loopback:
-        remedy = "set RAY_PORT to a free one for scripts/run_70b_ppo.sh, which would join what listens there"
-        yield Symptom(f"port {RAY_PORT}, of Ray", facts.tools.ray_port, Condition.DOUBTFUL, remedy)
-    else:
-        yield Symptom(f"port {RAY_PORT}, of Ray", facts.tools.ray_port or "free")
+    remedy = f"set TMPDIR to a shorter path, by {too_long} bytes: names of sockets have 107 at most"
+    yield judged("TMPDIR", facts.temporary, facts.temporary if too_long > 0 else "", remedy)
+    remedy = "let programs listen on 127.0.0.1: ranks and the controller talk there"
+    yield judged("ports of 127.0.0.1", "can be opened", facts.loopback, remedy, Condition.BROKEN)
+    fault = "" if facts.loopback else facts.tools.ray_port
+    remedy = "set RAY_PORT to a free one for scripts/run_70b_ppo.sh, which would join what listens there"
+    yield judged(f"port {RAY_PORT}, of Ray", facts.tools.ray_port or "free", fault, remedy)
     joins = "joins that cluster" if facts.ray_address else "not set: runs start a Ray of their own on this machine"
     yield Symptom("RAY_ADDRESS", f"{facts.ray_address}: {joins}" if facts.ray_address else joins)
