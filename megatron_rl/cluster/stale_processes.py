@@ -57,9 +57,9 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-def descendants() -> set[psutil.Process]:
-    """Return the children of this process, their children and so on, zombies included."""
-    return set(psutil.Process().children(recursive=True))
+def descendants(pid: int | None = None) -> set[psutil.Process]:
+    """Return the children of a process, of this one by default, their children and so on, zombies included."""
+    return set(psutil.Process(pid).children(recursive=True))
 
 
 def children_with(parent: int, value: str, variable: str) -> list[psutil.Process]:
@@ -68,12 +68,7 @@ def children_with(parent: int, value: str, variable: str) -> list[psutil.Process
     Where `parent` adopts orphans (`child_processes.adopting_orphans`), they are what is left of an ended process that
     had this variable. Others of the machine are not looked at, so it takes little time.
     """
-    return families(child for child in children_of(parent) if variable_of(child, variable) == value)
-
-
-def families(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the living of the processes and of all that descends from them."""
-    found = list(processes)
+    found = [child for child in children_of(parent) if variable_of(child, variable) == value]
     for process in found:  # the list grows
         found += children_of(process.pid)
     return living(found)

@@ -19,16 +19,13 @@ import signal
 import time
 import uuid
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import psutil
-
 from megatron_rl.cluster.channel import Channel, GarbledError, ready
 from megatron_rl.cluster.child_processes import ForkedChild, adopting_orphans, how_ended, mark_children
-from megatron_rl.cluster.stale_processes import WORKER, children_with, end
+from megatron_rl.cluster.stale_processes import WORKER, children_with, descendants, end, living
 from megatron_rl.observe.console import drop_unread_output
 from megatron_rl.user_code.worker import (
     CRASHED,
@@ -152,7 +149,7 @@ class WorkerSupervisor:
         """Kill every worker and everything that any of them has left running."""
         for place in range(len(self.workers)):
             self._end(place)
-        end(lambda: psutil.Process().children(recursive=True), END_S)
+        end(descendants, END_S)
 
     @property
     def _living(self) -> list[tuple[int, Worker]]:
@@ -332,12 +329,9 @@ class WorkerSupervisor:
         if worker is None:
             return 0
         self.workers[place] = None
-        started = psutil.Process(worker.child.pid).children(recursive=True)
+        started, own = descendants(worker.child.pid), os.getpid()
         code = worker.child.end()
-        for process in started:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        end(lambda: children_with(os.getpid(), worker.mark, WORKER), END_S)
+        end(lambda: [*living(started), *children_with(own, worker.mark, WORKER)], END_S)
         return code
 
     def _reap_adopted(self) -> None:
