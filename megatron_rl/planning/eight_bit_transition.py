@@ -42,7 +42,7 @@ class EightBitTransition:
         """Bytes of an element of each exchange."""
 
     @cached_property
-    def alike(self) -> list[RepresentativeLayers]:
+    def layers(self) -> list[RepresentativeLayers]:
         """Each exchange, planned for one layer of each kind and stage."""
         return [RepresentativeLayers(plan, self._counts) for plan in _plans(self._few, self._few_members())]
 
@@ -61,21 +61,23 @@ class EightBitTransition:
 
     def received_bytes(self, number: int) -> int:
         """Return the bytes that a member receives."""
-        return sum(size * layers.received(number) for size, layers in zip(self.sizes, self.alike, strict=True))
+        return sum(size * layers.received_numel(number) for size, layers in zip(self.sizes, self.layers, strict=True))
 
     def network_bytes(self, number: int) -> int:
         """Return the bytes that a member receives from other nodes."""
-        return sum(size * layers.over_network(number) for size, layers in zip(self.sizes, self.alike, strict=True))
+        return sum(size * layers.network_numel(number) for size, layers in zip(self.sizes, self.layers, strict=True))
 
     def receive_buffer_bytes(self, number: int) -> int:
         """Return the bytes of a member's three receive buffers."""
-        return sum(size * layers.foreign_numel(number) for size, layers in zip(self.sizes, self.alike, strict=True))
+        return sum(
+            size * layers.receive_buffer_numel(number) for size, layers in zip(self.sizes, self.layers, strict=True)
+        )
 
     def own_bytes(self, number: int) -> int:
         """Return the bytes of the codes and scales of a member's training shards."""
         return sum(
             size * sum(aligned(slot.shard.numel) * self._counts[slot.name] for slot in layers.plan.members[number].held)
-            for size, layers in zip(self.sizes[:2], self.alike[:2], strict=True)
+            for size, layers in zip(self.sizes[:2], self.layers[:2], strict=True)
         )
 
     def scratch_bytes(self, number: int, bucket: int, num_messages: int) -> int:

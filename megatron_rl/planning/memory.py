@@ -236,7 +236,7 @@ class MemoryOfStage:
     def _drops_training(self) -> bool:
         if not self.config.actor_rollout_ref.rollout.drop_train_weights:
             return False
-        exchange, number = self.models.exchange, self.models.members_of_stage(self.pp_rank)[0]
+        exchange, number = self.models.resharding.exchange, self.models.members_of_stage(self.pp_rank)[0]
         return covers_training(exchange.plans[number], exchange.held[number])
 
     def _rollout_memory(self) -> Held:

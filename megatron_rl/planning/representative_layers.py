@@ -1,6 +1,5 @@
-"""Resharding traffic, estimated fast: plan one layer of each kind and pipeline stage, multiply by the number of them.
-
-Messages are estimated from the same plan.
+"""Resharding traffic, estimated fast: plan one representative layer per kind and pipeline stage, and multiply by the
+number of such layers.
 """
 
 from __future__ import annotations
@@ -20,78 +19,80 @@ Kind = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 @dataclass(frozen=True)
 class RepresentativeLayers:
-    """An exchange plan of one layer of each kind and stage, which stands for all layers of that kind and stage.
+    """An exchange plan of few layers, of which each stands for all layers of its kind and pipeline stage.
 
-    A plan of every tensor of a large model takes seconds. Pieces are planned tensor by tensor, so those of one layer
-    times the number of layers equal those of all layers, to the byte.
-    plan: also holds all tensors that belong to no layer. counts: tensor -> how many layers it stands for.
+    plan: of these layers, and of all tensors outside of layers. num_layers: tensor -> number of layers that it stands
+    for. Pieces are planned tensor by tensor, so the counts are those of the whole model, to the element; its own plan
+    would take seconds for a large model. A member is a rank of the exchange group, by its number there.
     """
 
     plan: ExchangePlan
-    counts: Mapping[str, int]
+    num_layers: Mapping[str, int]
 
-    def over_network(self, number: int) -> int:
+    def received_numel(self, member: int) -> int:
+        """Return the elements that a member receives."""
+        return sum(piece.numel * self.num_layers[piece.name] for piece in self.plan.plans[member].received)
+
+    def network_numel(self, member: int) -> int:
         """Return the elements that a member receives from other nodes."""
         members = self.plan.members
-        node = members[number].node
-        pieces = self.plan.plans[number].received
-        return sum(piece.numel * self.counts[piece.name] for piece in pieces if members[piece.source].node != node)
+        node = members[member].node
+        pieces = self.plan.plans[member].received
+        return sum(piece.numel * self.num_layers[piece.name] for piece in pieces if members[piece.source].node != node)
 
-    def received(self, number: int) -> int:
-        """Return the elements that a member receives."""
-        return sum(piece.numel * self.counts[piece.name] for piece in self.plan.plans[number].received)
-
-    def foreign_numel(self, number: int) -> int:
-        """Return the elements of a member's receive buffer, alignment included; nothing follows the last slot."""
-        slots = self.plan.plans[number].foreign
+    def receive_buffer_numel(self, member: int) -> int:
+        """Return the elements of a member's receive buffer. Every slot but the last is followed by alignment."""
+        slots = self.plan.plans[member].foreign
         if not slots:
             return 0
-        total = sum(aligned(slot.shard.numel) * self.counts[slot.name] for slot in slots)
+        total = sum(aligned(slot.shard.numel) * self.num_layers[slot.name] for slot in slots)
         return total - aligned(slots[-1].shard.numel) + slots[-1].shard.numel
 
 
 @dataclass(frozen=True)
 class InPlaceTransition:
-    """Bytes of a resharding in place, of weights, or adapters, that are served as they are trained.
+    """Bytes of a resharding in place, of weights or adapters that generation reads in the dtype of training.
 
-    element: bytes of one. model_bytes: of all of them in the whole model.
+    element: bytes of one element. model_bytes: bytes of these weights in the whole model.
     """
 
     layers: RepresentativeLayers
     element: int
     model_bytes: int
 
-    def received_bytes(self, number: int) -> int:
+    def received_bytes(self, member: int) -> int:
         """Return the bytes that a member of the exchange group receives."""
-        return self.layers.received(number) * self.element
+        return self.layers.received_numel(member) * self.element
 
-    def network_bytes(self, number: int) -> int:
+    def network_bytes(self, member: int) -> int:
         """Return the bytes that a member receives from other nodes."""
-        return self.layers.over_network(number) * self.element
+        return self.layers.network_numel(member) * self.element
 
 
 def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
-    """Return the parameters outside of layers and of the first layer of every kind of every stage, and how many layers
-    of that kind and stage each tensor stands for. Kinds: with experts, without; with these or those adapters or sizes.
+    """Return the parameters of representative layers, and tensor -> number of layers that it stands for.
+
+    The first layer of each kind of a pipeline stage represents the others. Parameters outside of layers are all there,
+    and stand for themselves.
     """
     kinds = kinds_of(specs)
-    first: dict[int, int] = {}
-    for rank in range(stages.pp_size):
-        here: dict[Kind, list[int]] = {}
-        for layer in sorted(layer for chunk in stages.layers(rank) for layer in chunk):
-            here.setdefault(kinds.get(layer, ()), []).append(layer)
-        first |= {layers[0]: len(layers) for layers in here.values()}
-    kept, counts = {}, {}
+    num_layers: dict[int, int] = {}  # representative layer -> layers of its kind and stage
+    for pp_rank in range(stages.pp_size):
+        of_kind: dict[Kind, list[int]] = {}
+        for layer in sorted(layer for chunk in stages.layers(pp_rank) for layer in chunk):
+            of_kind.setdefault(kinds.get(layer, ()), []).append(layer)
+        num_layers |= {layers[0]: len(layers) for layers in of_kind.values()}
+    kept, stands_for = {}, {}
     for name, spec in specs.items():
         match = LAYER.match(name)
-        if match is None or int(match[1]) in first:
+        if match is None or int(match[1]) in num_layers:
             kept[name] = spec
-            counts[spec.tensor.name] = 1 if match is None else first[int(match[1])]
-    return kept, counts
+            stands_for[spec.tensor.name] = 1 if match is None else num_layers[int(match[1])]
+    return kept, stands_for
 
 
 def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, Kind]:
-    """Return layer -> its kind: layers of equal kinds have parameters of equal names and sizes."""
+    """Return layer -> its kind. Layers of one kind have parameters of the same names and sizes, adapters included."""
     kinds: dict[int, list[tuple[str, tuple[tuple[int, ...], ...]]]] = {}
     for name, spec in specs.items():
         if layer := LAYER.match(name):
@@ -100,6 +101,9 @@ def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, Kind]:
     return {layer: tuple(own) for layer, own in kinds.items()}
 
 
-def packed_bytes(exchange: ExchangePlan, number: int, bucket: int, num_messages: int, element: int) -> int:
-    """Return the most bytes of a member's packed messages under way. bucket: bytes of all messages together."""
-    return num_messages * most_packed(exchange, number, max(1, bucket // element // num_messages)) * element
+def packed_bytes(exchange: ExchangePlan, member: int, bucket: int, num_messages: int, element: int) -> int:
+    """Return the most bytes of a member's packed messages in flight.
+
+    bucket: bytes that all `num_messages` messages may have together. element: bytes of one element.
+    """
+    return num_messages * most_packed(exchange, member, max(1, bucket // element // num_messages)) * element

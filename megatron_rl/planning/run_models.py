@@ -1,4 +1,6 @@
-"""The models and grids of a run as the planner sees them, from config.json alone."""
+"""The models of a run on the grids of its pools, and the resharding between training and generation, as planned from
+the configuration and config.json alone.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ NUM_SCRATCH = 4
 
 
 class PoolModels:
-    """One pool's roles on its ranks: the grids of training and of generation, and what each stage holds.
+    """The roles of one pool on its ranks: the grids of training and of generation, and what each role holds.
 
-    The ranks of a pool with nothing but the rollout are one stage of TP 1.
+    A pool with nothing but the rollout counts as one pipeline stage of TP 1.
     """
 
     def __init__(self, spec: PoolSpec, models: Mapping[str, Model], config: RunConfig) -> None:
@@ -78,6 +80,68 @@ def bucket_bytes(config: RunConfig) -> int:
     return config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
 
+class ReshardingPlans:
+    """The resharding of a colocated rollout, planned when it is first asked for; configurations that have one layout
+    share it.
+
+    Training ranks form exchange groups. All groups exchange the same, so the first one is planned.
+    """
+
+    def __init__(self, models: RunModels) -> None:
+        self._models = models
+        self.scratch: dict[tuple[int, int, bool], int] = {}
+
+    @cached_property
+    def exchange(self) -> ExchangePlan:
+        """The exchange of the policy's weights, as the hybrid engine plans it."""
+        return self._exchange(self._models.actor_weights)
+
+    @cached_property
+    def adapter_exchange(self) -> ExchangePlan | None:
+        """The exchange of the adapters; None without."""
+        adapters = self._models.actor_adapters
+        return None if adapters is None else self._exchange(adapters)
+
+    @cached_property
+    def layers(self) -> RepresentativeLayers:
+        """The exchange of the policy's weights, of one layer of each kind and pipeline stage."""
+        return self._representative(self._models.actor_weights)
+
+    @cached_property
+    def adapter_layers(self) -> RepresentativeLayers | None:
+        """`layers` of the adapters; None without."""
+        adapters = self._models.actor_adapters
+        return None if adapters is None else self._representative(adapters)
+
+    @cached_property
+    def fp8(self) -> EightBitTransition | None:
+        """The exchange of FP8 weights in place of the policy's; None: weights are served as they are trained."""
+        models = self._models
+        rollout, weights, specs = models.config.actor_rollout_ref.rollout, models.actor_weights, models.actor.specs
+        if rollout.quantization is None:
+            return None
+        few, num_layers = one_layer_of_each(specs, weights.stages)
+        return EightBitTransition(
+            specs,
+            lambda: models.members_with(0),
+            few,
+            lambda: models.members_with(0, replace(weights, params=ModelParams(few))),
+            num_layers,
+            rollout.quantization_block_size,
+            models.element,
+        )
+
+    def _representative(self, weights: TrainedWeights) -> RepresentativeLayers:
+        specs, num_layers = one_layer_of_each(weights.params.specs, weights.stages)
+        return RepresentativeLayers(self._exchange(replace(weights, params=ModelParams(specs))), num_layers)
+
+    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
+        models = self._models
+        is_base = weights.is_frozen or models.actor_adapters is None
+        drop = models.config.actor_rollout_ref.rollout.drop_train_weights and is_base
+        return plan_memory(tensors_of(weights.params.specs), models.members_with(0, weights), 0, drop)[0]
+
+
 class RunModels:
     """Every role of a run on the grids of its pool, the actor's pool first.
 
@@ -86,9 +150,7 @@ class RunModels:
     """
 
     def __init__(self, config: RunConfig, variant_of: RunModels | None = None) -> None:
-        """variant_of: of a configuration with the same models. The variants of one configuration plan the exchange of
-        each layout once.
-        """
+        """variant_of: another configuration with the same models; the resharding of one layout is planned once."""
         self.config = config
         self.placement = Placement.of(config)
         models = {path: Model.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
@@ -98,14 +160,10 @@ class RunModels:
         self.element, self.vpp_size = self.training.element, self.training.vpp_size
         self.actor_role = self.placement.leader
         self.actor = self.training.model(self.actor_role)
-        self._scratch: dict[tuple[int, int, bool], int] = {}
-        self._variants: dict[tuple[object, ...], RunModels] = {} if variant_of is None else variant_of._variants
-        self._alike: RunModels | None = None
+        self._by_layout: dict[tuple[object, ...], ReshardingPlans] = {} if variant_of is None else variant_of._by_layout
+        self.resharding = ReshardingPlans(self)
         if self.placement.is_colocated:
-            self._alike = self._variants.get(self._layout)
-            self._variants.setdefault(self._layout, self)
-        if self._alike is not None:
-            self._scratch = self._alike._scratch
+            self.resharding = self._by_layout.setdefault(self._layout, self.resharding)
 
     @property
     def _layout(self) -> tuple[object, ...]:
@@ -145,114 +203,59 @@ class RunModels:
 
     # A rollout on the actor's memory
 
-    def members_of_stage(self, pp_rank: int) -> list[int]:
-        """Return the numbers of a stage's ranks in the exchange group."""
-        members = self.representative_layers.plan.members
-        return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
-
-    @cached_property
-    def in_eight_bits(self) -> EightBitTransition | None:
-        """Bytes of the first exchange group's resharding where weights are served in FP8; None: they are not."""
-        if self._alike is not None:
-            return self._alike.in_eight_bits
-        rollout, weights, specs = self.config.actor_rollout_ref.rollout, self.actor_weights, self.actor.specs
-        if rollout.quantization is None:
-            return None
-        few, counts = one_layer_of_each(specs, weights.stages)
-        return EightBitTransition(
-            specs,
-            lambda: self.members_with(0),
-            few,
-            lambda: self.members_with(0, replace(weights, params=ModelParams(few))),
-            counts,
-            rollout.quantization_block_size,
-            self.element,
-        )
-
-    def served_bytes(self, pp_rank: int) -> dict[str, int]:
-        """Return what generation reads on a rank of a stage next to training's weights: name -> bytes."""
-        received = {"received shards": self.receive_buffer_bytes(pp_rank)}
-        left_out = set() if self.in_eight_bits is None else eight_bit_names(self.actor.specs)
-        return received | own_codes_bytes(self, pp_rank) | merged_bytes(self, pp_rank, without=left_out)
-
-    def receive_buffer_bytes(self, pp_rank: int, *, with_adapters: bool = True) -> int:
-        """Return the bytes of the largest receive buffers on any rank of this pipeline stage, of base weights and
-        adapters.
-        """
-        adapters = self._alike_adapters if with_adapters else None
-
-        def received(number: int) -> int:
-            own = 0 if adapters is None else adapters.foreign_numel(number) * self.element
-            if self.in_eight_bits is not None:
-                return own + self.in_eight_bits.receive_buffer_bytes(number)
-            return own + self.representative_layers.foreign_numel(number) * self.element
-
-        return max(map(received, self.members_of_stage(pp_rank)))
-
-    def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
-        """Return the bytes for packed messages of a resharding. Contiguous pieces are sent from where they are.
-
-        Base and adapters are exchanged one after the other. first: of the resharding that brings a base which stays.
-        """
-        bucket = bucket_bytes(self.config)
-        with_base = first or not self.keeps_base
-        key = (pp_rank, bucket, with_base)
-        if key not in self._scratch:
-            number, coded = self.members_of_stage(pp_rank)[0], self.in_eight_bits
-            exchanges = [self.exchange if with_base and coded is None else None, self._adapter_exchange]
-            planned = [each for each in exchanges if each is not None]
-            sizes = [packed_bytes(each, number, bucket, NUM_SCRATCH, self.element) for each in planned]
-            if with_base and coded is not None:
-                sizes.append(coded.scratch_bytes(number, bucket, NUM_SCRATCH))
-            self._scratch[key] = max(sizes)
-        return self._scratch[key]
-
-    @cached_property
-    def exchange(self) -> ExchangePlan:
-        """The resharding of the first exchange group, as the hybrid engine plans it; those of other groups are
-        alike.
-        """
-        return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
-
-    @cached_property
-    def _adapter_exchange(self) -> ExchangePlan | None:
-        """`exchange` of the adapters; None without."""
-        if self._alike is not None:
-            return self._alike._adapter_exchange
-        return None if self.actor_adapters is None else self._exchange(self.actor_adapters)
-
-    @cached_property
-    def representative_layers(self) -> RepresentativeLayers:
-        """The transition of the first exchange group, planned for one layer of each kind and stage."""
-        return self._alike.representative_layers if self._alike is not None else self._alike_of(self.actor_weights)
-
-    @cached_property
-    def _alike_adapters(self) -> RepresentativeLayers | None:
-        """`representative_layers` of the adapters; None without."""
-        if self._alike is not None:
-            return self._alike._alike_adapters
-        return None if self.actor_adapters is None else self._alike_of(self.actor_adapters)
-
-    @property
-    def alike_parts(self) -> list[RepresentativeLayers]:
-        """The transitions of the base, and of adapters if there are any."""
-        return [part for part in (self.representative_layers, self._alike_adapters) if part is not None]
-
-    def _alike_of(self, weights: TrainedWeights) -> RepresentativeLayers:
-        specs, counts = one_layer_of_each(weights.params.specs, weights.stages)
-        return RepresentativeLayers(self._exchange(replace(weights, params=ModelParams(specs))), counts)
-
     def members_with(self, rank: int, weights: TrainedWeights | None = None) -> list[Member]:
-        """Return the members of a rank's exchange group. weights: None: the actor's."""
+        """Return the members of a rank's exchange group. weights: those that are exchanged; None: the actor's."""
         per_node = self.training.spec.size.num_ranks_per_node
         weights = self.actor_weights if weights is None else weights
         return weights.members(self.grid.exchange_group(rank), self.rollout, per_node, VOCAB_PADDING)
 
-    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
-        members = self.members_with(0, weights)
-        is_base = weights.is_frozen or self.actor_adapters is None
-        drop = self.config.actor_rollout_ref.rollout.drop_train_weights and is_base
-        return plan_memory(tensors_of(weights.params.specs), members, 0, drop)[0]
+    def members_of_stage(self, pp_rank: int) -> list[int]:
+        """Return the numbers of a pipeline stage's ranks in the first exchange group."""
+        members = self.resharding.layers.plan.members
+        return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
+
+    def served_bytes(self, pp_rank: int) -> dict[str, int]:
+        """Return what generation reads on a rank of a pipeline stage next to training's weights: name -> bytes."""
+        received = {"received shards": self.receive_buffer_bytes(pp_rank)}
+        left_out = set() if self.resharding.fp8 is None else eight_bit_names(self.actor.specs)
+        return received | own_codes_bytes(self, pp_rank) | merged_bytes(self, pp_rank, without=left_out)
+
+    def receive_buffer_bytes(self, pp_rank: int, *, with_adapters: bool = True) -> int:
+        """Return the bytes of the largest receive buffers on any rank of a pipeline stage, of base weights and, unless
+        with_adapters is false, adapters.
+        """
+        planned = self.resharding
+        adapters = planned.adapter_layers if with_adapters else None
+
+        def buffers(member: int) -> int:
+            of_adapters = 0 if adapters is None else adapters.receive_buffer_numel(member) * self.element
+            if planned.fp8 is not None:
+                return of_adapters + planned.fp8.receive_buffer_bytes(member)
+            return of_adapters + planned.layers.receive_buffer_numel(member) * self.element
+
+        return max(map(buffers, self.members_of_stage(pp_rank)))
+
+    def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
+        """Return the bytes of packed messages on a rank of a pipeline stage during a resharding. Contiguous pieces are
+        sent from where they are. Base and adapters are exchanged one after the other.
+
+        first: of the first resharding, which also moves a base that then stays.
+        """
+        bucket = bucket_bytes(self.config)
+        with_base = first or not self.keeps_base
+        planned, key = self.resharding, (pp_rank, bucket, with_base)
+        if key not in planned.scratch:
+            member = self.members_of_stage(pp_rank)[0]
+            exchanges = [planned.exchange if with_base and planned.fp8 is None else None, planned.adapter_exchange]
+            sizes = [
+                packed_bytes(exchange, member, bucket, NUM_SCRATCH, self.element)
+                for exchange in exchanges
+                if exchange is not None
+            ]
+            if with_base and planned.fp8 is not None:
+                sizes.append(planned.fp8.scratch_bytes(member, bucket, NUM_SCRATCH))
+            planned.scratch[key] = max(sizes)
+        return planned.scratch[key]
 
     # A rollout in another pool
 
@@ -266,7 +269,7 @@ class RunModels:
 
 
 def transferred(models: RunModels, specs: Mapping[str, ParamSpec]) -> tuple[Mapping[str, LogicalTensor], int]:
-    """Return parameters as the tensors that go to another pool, and the bytes of one of their elements."""
+    """Return the tensors that parameters are sent to another pool as, and the bytes of one of their elements."""
     rollout, tensors = models.config.actor_rollout_ref.rollout, tensors_of(specs)
     if rollout.quantization is None:
         return tensors, models.element
@@ -275,7 +278,9 @@ def transferred(models: RunModels, specs: Mapping[str, ParamSpec]) -> tuple[Mapp
 
 
 def made_to_send(models: RunModels, pp_rank: int) -> dict[str, int]:
-    """Return what a training rank of a stage makes of its shards for another pool: name -> bytes."""
+    """Return the copies that a training rank of a pipeline stage makes of its shards to send them to another pool:
+    name -> bytes.
+    """
     rollout, specs, grid = models.config.actor_rollout_ref.rollout, models.actor.specs, models.grid
     if rollout.quantization is None or models.actor_role.lora.crosses_alone:
         return merged_bytes(models, pp_rank)
@@ -289,7 +294,7 @@ def made_to_send(models: RunModels, pp_rank: int) -> dict[str, int]:
 
 
 def resident_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
-    """Return what of a rank's `served_bytes` stays allocated between rollouts."""
+    """Return the part of `served_bytes` that stays allocated between rollouts: name -> bytes."""
     if not models.actor_role.lora.base_stays:
         return {}
     received = {"received shards": models.receive_buffer_bytes(pp_rank, with_adapters=False)}
@@ -297,22 +302,24 @@ def resident_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
 
 
 def own_codes_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
-    """Return the most FP8 values and scales of its own shards that a rank of a stage holds; {} if there are none."""
-    coded = models.in_eight_bits
-    return {} if coded is None else {"own codes": max(map(coded.own_bytes, models.members_of_stage(pp_rank)))}
+    """Return the bytes of FP8 values and scales of its own shards that a rank of a pipeline stage holds, at most; {}
+    without FP8.
+    """
+    fp8 = models.resharding.fp8
+    return {} if fp8 is None else {"own codes": max(map(fp8.own_bytes, models.members_of_stage(pp_rank)))}
 
 
 def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
-    """Return the bytes of the largest copy of received base weights in host memory among a stage's ranks."""
+    """Return the bytes of received base weights that a rank of a pipeline stage keeps in host memory, at most."""
     if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
         return 0
     return models.receive_buffer_bytes(pp_rank, with_adapters=False)
 
 
 def merged_bytes(models: RunModels, pp_rank: int, without: Collection[str] = ()) -> dict[str, int]:
-    """Return what a rank of a stage holds of weights with adapters merged in, of its own shards; {} if none are.
+    """Return the bytes of its own shards that a rank of a pipeline stage holds with adapters merged in; {} if none are.
 
-    without: tensors of which codes are made, by their names in generation.
+    without: tensors that are merged in FP8 instead, by their names in generation.
     """
     lora, numels = models.actor_role.lora, models.actor_weights.shard_numels(pp_rank)
     if not lora.is_merged:

@@ -46,12 +46,14 @@ class TransitionPlan:
         """Count the resharding of a run piece by piece."""
         weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
         if models.placement.is_colocated:
-            element, pairs = models.element, zip(models.alike_parts, weights, strict=True)
+            planned, element = models.resharding, models.element
+            layers = [each for each in (planned.layers, planned.adapter_layers) if each is not None]
             moved: list[InPlaceTransition | EightBitTransition] = [
-                InPlaceTransition(part, element, numel_of(each.params.specs) * element) for part, each in pairs
+                InPlaceTransition(part, element, numel_of(each.params.specs) * element)
+                for part, each in zip(layers, weights, strict=True)
             ]
-            if models.in_eight_bits is not None:
-                moved[0] = models.in_eight_bits
+            if planned.fp8 is not None:
+                moved[0] = planned.fp8
             parts = [cls._in_place(models, each) for each in moved]
         else:
             parts = [cls._between_pools(models, each) for each in weights]
@@ -62,7 +64,7 @@ class TransitionPlan:
     @classmethod
     def _in_place(cls, models: RunModels, moved: InPlaceTransition | EightBitTransition) -> TransitionPlan:
         network, link = [], []
-        for number in range(len(models.representative_layers.plan.members)):
+        for number in range(len(models.resharding.layers.plan.members)):
             network.append(moved.network_bytes(number))
             link.append(moved.received_bytes(number) - network[-1])
         model_bytes = moved.model_bytes

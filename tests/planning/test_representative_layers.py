@@ -47,9 +47,9 @@ def test_layers_of_other_sizes_are_of_other_kinds(tmp_path):
 
 
 def counts_for_all(found: RunModels) -> None:
-    whole, few = found.exchange, found.representative_layers
-    assert sum(few.counts.values()) > len(few.counts)
+    whole, few = found.resharding.exchange, found.resharding.layers
+    assert sum(few.num_layers.values()) > len(few.num_layers)
     for number, plan in enumerate(whole.plans):
-        assert few.over_network(number) == whole.numel_over_network(number)
-        assert few.received(number) == sum(piece.numel for piece in plan.received)
-        assert few.foreign_numel(number) == plan.foreign_numel
+        assert few.network_numel(number) == whole.numel_over_network(number)
+        assert few.received_numel(number) == sum(piece.numel for piece in plan.received)
+        assert few.receive_buffer_numel(number) == plan.foreign_numel
