@@ -35,11 +35,12 @@ from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors, pieces
 from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
 from megatron_rl.checkpoint.identity import compared, folder_identity
 from megatron_rl.checkpoint.manifest import ManifestError, model_identity, read_manifest
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
-from megatron_rl.config.json_files import UnreadableFileError, read_json_object
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import ParamSpec, text_settings
+from megatron_rl.model.families import ParamSpec
 from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX, merged_rows, module_name
 from megatron_rl.parallel.sharding import Part, Place, shard_of
 
@@ -211,9 +212,9 @@ class SavedAdapters:
         """The base's weights. Raises ConfigError if they do not exist, or another model's."""
         way_out = "export --base FOLDER names the folder that it was trained from"
         try:
-            settings = text_settings(read_json_object(self.base / "config.json"))
-            present = model_identity(settings)
-            present |= folder_identity(self.base, settings) if present.items() <= self.identity.items() else {}
+            base = ModelFolder(self.base)
+            present = model_identity(base.settings)
+            present |= folder_identity(base) if present.items() <= self.identity.items() else {}
         except (UnreadableFileError, OSError) as error:
             raise ConfigError(f"the base of the adapters, {self.base}, cannot be read: {error}; {way_out}") from error
         for name, value in compared(present, self.identity).items():

@@ -19,10 +19,10 @@ from safetensors import safe_open
 
 from megatron_rl.checkpoint.export_saved import StoredModel, saved_model, write_model
 from megatron_rl.checkpoint.folders import find
-from megatron_rl.checkpoint.hf_config import language_config, read_hf_config, read_tokenizer
 from megatron_rl.checkpoint.hf_import import is_finite
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import MANIFEST, model_identity
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.output_paths import refuse_target
 from megatron_rl.checkpoint.pass_through import DTYPES
 from megatron_rl.checkpoint.resume import usable_checkpoint
@@ -144,7 +144,7 @@ def folder_model(folder: Path) -> StoredModel:
     try:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
-        settings = read_hf_config(folder)
+        settings = ModelFolder(folder).hf_config
     except (UnreadableFileError, ConfigError, OSError) as error:
         raise ConfigError(f"{folder} cannot be averaged: {error!s:.500}") from error
 
@@ -181,14 +181,14 @@ def first_difference(first: StoredModel, other: StoredModel) -> str | None:
 def _tokens(folder: Path) -> dict[str, int]:
     """Token -> its number; {} if there is no tokenizer to read."""
     try:
-        vocabulary: dict[str, int] = read_tokenizer(folder).get_vocab()
+        vocabulary: dict[str, int] = ModelFolder(folder).tokenizer.get_vocab()
         return vocabulary
-    except (ConfigError, OSError, ValueError, KeyError, TypeError):
+    except (UnreadableFileError, ConfigError):
         return {}
 
 
 def _settings(model: StoredModel) -> dict[str, Any]:
-    settings = language_config(model.source).to_dict()
+    settings = ModelFolder(model.source).language_config.to_dict()
     settings["architectures"] = [model.architecture]
     return model_identity(settings) | computed_settings(settings)
 

@@ -6,7 +6,6 @@ folder that its role starts from, or from the file next to a checkpoint's config
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_import import HFFolder
-from megatron_rl.model.families import Constant, Model, family_of, routing_of, text_settings
+from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.model.families import Constant, Model, family_of, routing_of
 
 FILE = "constants.safetensors"
 """The file of constants next to a checkpoint's config.json, where no other tensors are."""
@@ -62,7 +62,7 @@ def _copy(folder: HFFolder, constant: Constant, into: torch.Tensor) -> None:
 
 def keep_constants(source: Path, target: Path) -> str | None:
     """Write a folder's constants to `target`; returns the file's name, None if there are no constants."""
-    constants = constants_of(text_settings(json.loads((source / "config.json").read_text()))).values()
+    constants = constants_of(ModelFolder(source).settings).values()
     kept = read_constants(constants, source, torch.device("cpu"), dtype=None)
     if not kept:
         return None

@@ -15,9 +15,9 @@ from megatron_rl.checkpoint.adapter_weights import SavedAdapters, holds_adapters
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
-from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.pass_through import PassThroughTensors, kept_carried
 from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
@@ -51,7 +51,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     given.
     """
     source = checkpoint / role / HF_FOLDER
-    saved, model = SavedTensors(checkpoint / role), Model.of(language_config(source).to_dict())
+    saved, model = SavedTensors(checkpoint / role), Model.of(ModelFolder(source).language_config.to_dict())
     is_critic = role == "critic"
     with_mtp = replace(model, has_mtp=model.family.carried.mtp is not None and not is_critic)
     if any(checkpoint_key(spec, 0) in saved.names for spec in mtp_specs(with_mtp).values()):

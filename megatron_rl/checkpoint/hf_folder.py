@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, write_generation_config
-from megatron_rl.checkpoint.hf_config import language_config, read_hf_config, read_tokenizer
+from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder
 from megatron_rl.checkpoint.pass_through import FILE as PASS_THROUGH
 from megatron_rl.checkpoint.storage import free_space, storage_reason
 from megatron_rl.checkpoint.weight_files import MODEL_FILES
@@ -45,7 +45,7 @@ class Description:
 
 def was_quantised(source: Path) -> bool:
     """Whether a folder's config.json speaks of quantised weights, which an export of it does not hold."""
-    return bool(json.loads((source / "config.json").read_text()).get(QUANTIZATION))
+    return bool(ModelFolder(source).content.get(QUANTIZATION))
 
 
 def plan_files(sizes: dict[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[list[str]]:
@@ -154,13 +154,13 @@ def write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> No
 def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, description: Description) -> None:
     """Write all but the weights of a model's folder. num_bytes: of all tensors."""
     write_index(folder, {file.name: file.tensors for file in files}, num_bytes)
-    source = description.source
+    source = ModelFolder(description.source)
     is_classifier = description.architecture in REWARD_FAMILIES
     if not is_classifier and inside_of([description.architecture]) is not None:
         copy_description(source, folder, description.dtype)
-        write_generation_config(source, folder)
+        source.write_generation_config(folder)
         return
-    hf_config = classifier_config(source) if is_classifier else read_hf_config(source)
+    hf_config = deepcopy(classifier_config(source) if is_classifier else source.hf_config)
     hf_config.architectures = [description.architecture]
     hf_config.dtype = description.dtype
     if hasattr(hf_config, QUANTIZATION):
@@ -169,22 +169,20 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
         hf_config.num_labels = 1
         setattr(hf_config, SCORE_AT_END, True)  # which transformers keeps and does not read
     hf_config.save_pretrained(folder)
-    tokenizer = read_tokenizer(source)
-    tokenizer.save_pretrained(folder)
-    write_generation_config(source, folder, tokenizer)
+    source.tokenizer.save_pretrained(folder)
+    source.write_generation_config(folder)
 
 
-def copy_description(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def copy_description(source: ModelFolder, folder: Path, dtype: torch.dtype) -> None:
     """Copy all files of a model but its weights: config.json, with this dtype, tokenizer and processors.
 
     config.json is the file as it was if it names the dtype already, or none.
     """
-    for file in sorted(source.iterdir()):
+    for file in sorted(source.path.iterdir()):
         if file.suffix in MODEL_FILES and not file.name.endswith(".index.json") and file.name != PASS_THROUGH:
             shutil.copyfile(file, folder / file.name)
-    settings = json.loads((source / "config.json").read_text())
-    written = with_dtype(settings, str(dtype).removeprefix("torch."))
-    if written != settings:
+    written = with_dtype(source.content, str(dtype).removeprefix("torch."))
+    if written != source.content:
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
@@ -198,9 +196,9 @@ def with_dtype(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {**settings, **own, inside.key: {**text, **{key: dtype for key in DTYPE_KEYS if text.get(key) is not None}}}
 
 
-def classifier_config(source: Path) -> PretrainedConfig:
+def classifier_config(source: ModelFolder) -> PretrainedConfig:
     """transformers' configuration of the classifier with the trunk of a folder's language model."""
-    config = language_config(source)
+    config = source.language_config
     family = family_of(config.architectures)
     if family.inside is None:
         return config

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from megatron_rl.checkpoint.model_folder import TOKENIZER_FILES, ModelFolder
 from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
-from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.model.families import (
     REWARD_FAMILIES,
     Family,
@@ -33,8 +33,6 @@ from megatron_rl.model.families import (
     sliding_window,
 )
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
-"""Files that give tokens their numbers. Changes of other tokenizer files show in the prompts' tokens."""
 SAMPLED_TENSORS, BLOCK = 256, 4096
 """Tensors of which bytes are compared, and how many bytes of each."""
 WEIGHTS = "weights"
@@ -47,7 +45,7 @@ LIST = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 READ = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "vocab.*")
 """Patterns of files that a run reads. Each must be in the list, or a file next to it could take its place."""
-EPS, THETA, END = 1e-6, 1e4, 2
+EPS, THETA = 1e-6, 1e4
 """transformers' values where config.json has none and the family has no defaults of its own."""
 
 
@@ -97,41 +95,27 @@ def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str,
     return chosen if cap is None else chosen | {"final_logit_softcapping": cap}
 
 
-def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
-    """The tokens that end a response, from generation_config.json if there is one, else from config.json.
-
-    None if they cannot be read.
-    """
-    file = folder / "generation_config.json"
-    try:
-        own = read_json_object(file) if file.exists() else {"eos_token_id": _end(settings), **settings}
-    except UnreadableFileError:
-        return None
-    given: Any = own.get("eos_token_id")
-    ends = [given] if isinstance(given, int) else given
-    right = isinstance(ends, list) and ends and all(type(end) is int and end >= 0 for end in ends)
-    return sorted(ends) if right else None
-
-
 def compared(identity: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of `identity` that must equal those of `saved`: digests of files only where both have them."""
     return {name: value for name, value in identity.items() if name != FILES or name in saved}
 
 
-def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All parts of the identity, by name; JSON-ready. Unreadable files are left out: other rules report them."""
-    facts = computed_settings(settings)
-    if not any(name in REWARD_FAMILIES for name in settings["architectures"]):
-        ends = end_tokens(folder, settings)
-        facts |= {} if ends is None else {"eos_token_id": ends}
+def folder_identity(folder: ModelFolder) -> dict[str, Any]:
+    """All parts of the identity, by name; JSON-ready. Unreadable files are left out: other checks report them.
+
+    Raises UnreadableFileError for config.json.
+    """
+    facts, path = computed_settings(folder.settings), folder.path
+    if not any(name in REWARD_FAMILIES for name in folder.settings["architectures"]):
+        facts |= {} if folder.declared_ends is None else {"eos_token_id": folder.declared_ends}
     try:
-        digest = folder_digest(folder)
-        facts |= {} if digest is None else {WEIGHTS: digest}
-        listed = {name: digest for name, digest in listed_digests(folder).items() if name.endswith(".safetensors")}
+        tensors, faults = folder.stored
+        facts |= {WEIGHTS: weights_digest(tensors)} if tensors and not faults else {}
+        listed = {name: digest for name, digest in listed_digests(path).items() if name.endswith(".safetensors")}
         facts |= {FILES: listed} if listed else {}
         for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                with (folder / name).open("rb") as file:
+            if (path / name).is_file():
+                with (path / name).open("rb") as file:
                     facts[name] = hashlib.file_digest(file, "sha256").hexdigest()[:SHOWN]
     except OSError:
         pass  # a file that went while it was read
@@ -164,11 +148,6 @@ def weights_digest(tensors: Mapping[str, StoredTensor], most: int = SAMPLED_TENS
 
 def _place(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-
-
-def _end(settings: Mapping[str, Any]) -> int | None:
-    """transformers' end token where config.json names none."""
-    return cast("int | None", family_of(settings["architectures"]).defaults.get("eos_token_id", END))
 
 
 def listed_digests(folder: Path) -> dict[str, str]:

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.identity import weights_digest
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files, some_of
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import family_of, text_settings
+from megatron_rl.model.families import family_of
 from megatron_rl.observe.liveness import made_progress
 
 FILE = "carried.json"
@@ -54,7 +55,7 @@ class PassThroughTensors:
         Raises ConfigError if these cannot be read, or if a tensor is of a type that torch does not have.
         """
         try:
-            settings = text_settings(read_json_object(folder / "config.json"))
+            settings = ModelFolder(folder).settings
             named = family_of(settings["architectures"]).carried
             if not named.can_be:
                 return cls()

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say, write_output
@@ -159,7 +160,7 @@ def checked_with_prompts(
     run = checked(path, overrides, without_files, change=lambda read: planned_task(read, stage), task=stage)
     if run.config is None or run.violations or without_files:
         return run
-    return replace(run, violations=long_prompt_problems(run.config))
+    return replace(run, violations=long_prompt_problems(run.config, lambda path: ModelFolder(path).tokenizer))
 
 
 def map_command(

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.identity import SHOWN, WEIGHTS, digest_of, folder_identity, weights_digest
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.weight_files import read_weight_files
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.config.schema import GROUND_TRUTH, RunConfig, as_list
-from megatron_rl.planning.config_json import ConfigJsonError, read_config_json
 from megatron_rl.planning.hub_cache import model_folder
 
 PATHS = ("path", "adapter_path", "input_tokenizer", "function_tool_path", "tool_config_path")
@@ -96,7 +97,7 @@ def folder_content(folder: Path) -> dict[str, Any]:
     }
     tensors, _ = read_weight_files(folder)
     content["tensors"] = weights_digest(tensors, len(tensors))
-    with suppress(ConfigJsonError):  # no model: its files say all
-        identity = folder_identity(folder, read_config_json(folder / "config.json"))
+    with suppress(UnreadableFileError):  # no model: its files say all
+        identity = folder_identity(ModelFolder(folder))
         content |= {name: value for name, value in identity.items() if name != WEIGHTS}  # of fewer tensors
     return content

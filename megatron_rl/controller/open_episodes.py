@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from megatron_rl.agents.agent_environment import AgentSource
 from megatron_rl.agents.environment_source import (
     ClassSource,
@@ -23,7 +21,7 @@ from megatron_rl.agents.tool_parser import ToolParser
 from megatron_rl.agents.tools import ToolSource
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
-from megatron_rl.checkpoint.end_tokens import EndTokens
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.template_process import TemplateRefusal
@@ -55,23 +53,23 @@ def with_tools(config: RunConfig) -> RunConfig:
 
 
 def open_episodes(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, are_chats: set[bool], local: bool, opened: ExitStack
+    config: RunConfig, folder: ModelFolder, are_chats: set[bool], local: bool, opened: ExitStack
 ) -> Episodes | None:
     """Return what answers turns; None where every response is a single turn.
 
-    config: of `with_tools`. are_chats: whether prompts are messages, texts, or both. local: environments are in this
-    process. Raises ConfigError for both, for code of the user's that cannot be loaded, and for a chat template that
-    does not append messages.
+    config: of `with_tools`. folder: of the policy. are_chats: whether prompts are messages, texts, or both. local:
+    environments are in this process. Raises ConfigError for both, for code of the user's that cannot be loaded, and for
+    a chat template that does not append messages.
     """
     if not config.has_turns:
         return None
-    keys, path = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model.path
+    keys, path, tokenizer = config.actor_rollout_ref.rollout.multi_turn, folder.given, folder.tokenizer
     if len(are_chats) > 1 and not keys.agent.is_set:
         raise ConfigError(f"{KEY}.enable=true needs prompts of one form: some here are messages, some are texts")
     is_chat = keys.agent.is_set or True in are_chats
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(f"{KEY}.agent needs a chat template, and the tokenizer of {path} has none")
-    kwargs, eos = config.data.apply_chat_template_kwargs, EndTokens.of(path, tokenizer).ids
+    kwargs, eos = config.data.apply_chat_template_kwargs, folder.end_tokens.ids
     renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat)
     tools = [] if keys.tools_file is None else kwargs["tools"]
     try:

@@ -9,9 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from megatron_rl.checkpoint.end_tokens import EndTokens
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import pretraining_length
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.tasks import PretrainingConfig
@@ -21,7 +19,6 @@ from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.dispatch import ExtraBatch
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.config_json import model_facts
 from megatron_rl.records import Batch
 
 SHARED = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(PretrainingConfig)}
@@ -35,7 +32,8 @@ class Pretraining:
     Raises ConfigError as `data.reading.read_examples`, with the keys of `ptx`.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RunConfig, folder: ModelFolder) -> None:
+        """folder: of the policy."""
         self.notes: list[str] = []
         self._examples: list[Example] = []
         self._cursor: MixtureCursor | None = None
@@ -43,8 +41,8 @@ class Pretraining:
         if not keys.coef:
             return
         with errors_of_ptx():
-            options = pretraining_options(config, tokenizer)
-            self._examples, report = read_examples(as_list(keys.files), tokenizer, options)
+            options = pretraining_options(config, folder)
+            self._examples, report = read_examples(as_list(keys.files), folder.tokenizer, options)
             self._cursor = MixtureCursor(
                 report.prompt_files(), keys.file_weights, keys.mini_batch_size, data.shuffle, data.seed
             )
@@ -70,18 +68,17 @@ class Pretraining:
                 self._cursor.load_state_dict(state["pretraining"])
 
 
-def pretraining_options(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ReadingOptions:
+def pretraining_options(config: RunConfig, folder: ModelFolder) -> ReadingOptions:
     """How the files are read. Raises ConfigError."""
     keys, others = config.ptx, dict[str, Any]()
     if keys.bad_rows == "skip" and keys.bad_rows_file is None:
         others["bad_rows_file"] = str(Path(config.trainer.default_local_dir) / "bad_pretraining_rows.jsonl")
-    path = config.actor_rollout_ref.model.path
     return ReadingOptions.of(
         keys,
         max_length=pretraining_length(config),
         apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
-        vocab_size=model_facts(path).get("vocab_size"),
-        end_token_ids=EndTokens.of(path, tokenizer).ids,
+        vocab_size=folder.settings["vocab_size"],
+        end_token_ids=folder.end_tokens.ids,
         **others,
     )
 

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from megatron_rl.checkpoint.folders import HF_MODEL
-from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.steps import validates
@@ -25,7 +25,7 @@ from megatron_rl.errors import ParityError
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.phase_clock import TIMELINE_FILE, write_calls
 from megatron_rl.observe.summary import before_after_table, write_summary
-from megatron_rl.planning.model_folder import STARTING_POINTS, read_model_folder
+from megatron_rl.planning.folder_checks import STARTING_POINTS, read_model_folder
 from megatron_rl.records import Batch, conversations
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
@@ -281,7 +281,7 @@ def hf_model(folder: Path | str) -> Any:
     A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out. Norms
     are the engine's.
     """
-    settings = read_hf_config(folder)
+    settings = ModelFolder(folder).hf_config
     model_class = getattr(transformers, settings.architectures[0], transformers.AutoModelForCausalLM)
     capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.model_folder import ModelFolder, model_folders
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec, roles_of
@@ -33,12 +34,10 @@ from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset, untemplated_notes
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.prompt_sampler import PromptSampler
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.observe.phase_watch import watching
 from megatron_rl.planning.batch_arithmetic import batch_table, group_notes, repeat_notes
-from megatron_rl.planning.config_json import model_facts
 from megatron_rl.planning.hardware import Hardware, planned_hardware
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.planning.memory_report import with_kv_cache
@@ -131,27 +130,28 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
     config, trainer = repairs.config, repairs.config.trainer
     with ExitStack() as opened:
         placement = Placement.of(config)
-        path = config.actor_rollout_ref.model.path
-        tokenizer = load_tokenizer(path)
+        folders = model_folders(config)
+        policy = folders[config.actor_rollout_ref.model.path]
+        tokenizer = policy.tokenizer
         config = with_tools(with_all_replicas(config, replay))
         with watching("reading of the prompts"):
-            data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, tokenizer)))
+            data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, policy)))
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)
         check_teachers(config, data.train.data_sources)
         prompts_of_teachers = other_prompts(config, tokenizer, data.train)
         rules = rule_reward(config, tokenizer, data.judged_sources(config), local)
-        readers, template_notes = text_readers(config, tokenizer, (data.train, data.val))
+        readers, template_notes = text_readers(config, folders, (data.train, data.val))
         shaping = reward_shaping(config)
-        own_scorers, pretraining = user_scorers(config), Pretraining(config, tokenizer)
+        own_scorers, pretraining = user_scorers(config), Pretraining(config, policy)
         chats = data.train.are_chats | data.val.are_chats
-        episodes = open_episodes(config, tokenizer, chats, local, opened)
+        episodes = open_episodes(config, policy, chats, local, opened)
         folder = RunFolder(config, repairs)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
         verdicts = verdicts_of(config, logger.warn, local)
         algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)
-        ends = end_token_notes(path, tokenizer, config.data.apply_chat_template_kwargs, True in chats)
+        ends = end_token_notes(policy, config.data.apply_chat_template_kwargs, True in chats)
         notes = () if episodes is None else episodes.notes
         plain = untemplated_notes(chats, tokenizer, config.data)
         warnings = (*ends, *plain, *notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
@@ -229,12 +229,12 @@ class Data:
         return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
 
 
-def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset]:
+def read_prompts(config: RunConfig, policy: ModelFolder) -> tuple[PromptDataset, PromptDataset]:
     """Training and held-out prompts. Raises ConfigError."""
     data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
-    num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+    num_tokens = policy.settings["vocab_size"]
     train, val = (
-        PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens, most)
+        PromptDataset(as_list(files), policy.tokenizer, data, is_judged, keeps_text, num_tokens, most)
         for files, is_judged, most in (
             (data.train_files, trains_on_rule(config), data.train_max_samples),
             (data.val_files, uses_rule(config), data.val_max_samples),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
 from megatron_rl.cluster.launcher import Launcher
@@ -294,7 +295,7 @@ def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:
 def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
     """Settings that every rank starts with."""
     trainer, options = config.trainer, rank_options(config, placement)
-    work = sequence_work(placement.leader.model_path)
+    work = sequence_work(ModelFolder(placement.leader.model_path))
     work = replace(work, by_prompt=config.actor_rollout_ref.model.enable_tree_training)
     limits = heartbeat_limits(config)
     return Hosting(

@@ -32,7 +32,7 @@ class ReadingOptions(TaskDataConfig):
     is not TRL's `completion`, and the tokenizer has a template. max_length: tokens of prompt and response. truncation:
     of longer rows: error: a bad row | left, right: cut that side off | drop: leave them out. bad_rows: error: refuse
     the files | skip: leave them out, and write their list to `bad_rows_file`. vocab_size: tokens that the model has;
-    None: a row may hold any. end_token_ids: at which generation stops (`checkpoint.end_tokens`); (): at the
+    None: a row may hold any. end_token_ids: at which generation stops (`EndTokens`); (): at the
     tokenizer's. max_samples, seed: rows to use, and the seed by which they are chosen (`chosen_rows`).
     """
 

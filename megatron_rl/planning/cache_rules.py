@@ -10,7 +10,7 @@ from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.weights import ELEMENT_BYTES
 
 UNEVEN = 1.5

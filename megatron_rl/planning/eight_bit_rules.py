@@ -12,7 +12,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.model.families import eight_bit_names, tensors_of
 from megatron_rl.parallel.scale_blocks import common_extent
 from megatron_rl.parallel.sharding import Place, box_shape, shard_of
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 KEY, BLOCK = f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_block_size"
 

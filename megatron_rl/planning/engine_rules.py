@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
 CPU_TP_SIZES = (1, 2, 3, 4, 8)

@@ -20,7 +20,7 @@ from megatron_rl.planning.features import (
     Use,
     joined,
 )
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 ALLOW = "trainer.allow_unproven"
 DEVICES = {CPU: "no CPU has run it", CUDA: "no GPU has run it"}

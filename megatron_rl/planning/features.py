@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.roles import RoleSpec, roles_of, rollout_pool
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 Settings = dict[str, Any]
 """Dotted key -> value."""

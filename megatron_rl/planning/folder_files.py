@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.checkpoint.identity import end_tokens, unlike_the_list
+from megatron_rl.checkpoint.identity import unlike_the_list
+from megatron_rl.checkpoint.model_folder import end_tokens
 from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import Violation

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 UNIT = f"{ROLLOUT}.prefix_match_unit"
 

@@ -14,7 +14,7 @@ from megatron_rl.config.roles import PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.planning.engine_rules import CPU_TP_SIZES, engine_tp_sizes
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.stage_rules import SHARES, pp_sizes, stage_problems
 
 

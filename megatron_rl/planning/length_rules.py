@@ -8,7 +8,7 @@ from megatron_rl.config.keys import value_of
 from megatron_rl.config.roles import pretraining_length, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 LIMIT = "max_position_embeddings"
 OVERRIDE = f"actor_rollout_ref.model.override_config.{LIMIT}"

@@ -23,7 +23,7 @@ from megatron_rl.model.families.adapter_params import (
 )
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.feature_rows.adapter_rows import lora_key
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 DEFAULT = LoraConfig()
 LEAST_LR, LEAST_RANK = 1e-5, 8

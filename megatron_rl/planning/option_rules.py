@@ -13,7 +13,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import SELECTIVE
 from megatron_rl.planning.feature_rows.option_rows import GROUP
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 GRANULARITY, METHOD, NUMBER, MODULES = (
     f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")

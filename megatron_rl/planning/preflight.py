@@ -26,12 +26,12 @@ from megatron_rl.planning.eight_bit_rules import quantization_problems
 from megatron_rl.planning.engine_rules import engine_problems
 from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.planning.file_rules import file_problems, hardware_problems, path_problems
+from megatron_rl.planning.folder_checks import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planning.folder_files import end_token_problems
 from megatron_rl.planning.last_token_rules import shared_prompt_problems
 from megatron_rl.planning.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.planning.length_rules import length_problems, task_length_problems
 from megatron_rl.planning.lora_rules import lora_problems
-from megatron_rl.planning.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planning.option_rules import option_problems
 from megatron_rl.planning.pool_rules import countable_pools, pool_problems
 from megatron_rl.planning.preference_rules import preference_problems

@@ -8,8 +8,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import is_path_or_paths
 from megatron_rl.errors import Violation
 from megatron_rl.planning.file_rules import pretraining_file_problems
+from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.length_rules import pretraining_length_problems
-from megatron_rl.planning.model_folder import ModelSizes
 
 COEF, FILES = "ptx.coef", "ptx.files"
 USUAL_COEF = 0.05

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.checkpoint.adapter_folder import adapter_identity, reference_identity
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.problems import violations_of
 from megatron_rl.config.roles import roles_of
@@ -16,7 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import RESUME_MODES
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.planning.config_json import read_config_json
-from megatron_rl.planning.model_folder import STARTING_POINTS, read_model_folder
+from megatron_rl.planning.folder_checks import STARTING_POINTS, read_model_folder
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -37,7 +38,7 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
             dtype |= reference_identity(role.lora) if role.name in compared else {}
         except (ConfigError, OSError):
             continue  # so do the adapters' rules
-        models[role.name] = model_identity(settings) | folder_identity(folder, settings) | dtype
+        models[role.name] = model_identity(settings) | folder_identity(ModelFolder(folder)) | dtype
     return models
 
 

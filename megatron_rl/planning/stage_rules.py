@@ -11,7 +11,7 @@ from megatron_rl.config.megatron import COUNTED_PARTS, MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 
 SHARES = (
     "virtual_pipeline_model_parallel_size",

@@ -44,7 +44,6 @@ class Actor(FollowedPolicy):
     watches_experts = True
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
-        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.roles.distillation_terms import Distillation
         from megatron_rl.roles.mtp_training import MTPTraining
         from megatron_rl.roles.token_scorer import TokenScorer
@@ -56,7 +55,7 @@ class Actor(FollowedPolicy):
         self.columns = scored_columns(rank.config)
         compares_top = STUDENTS_TOP in distillation_reads(rank.config)
         settings = source.hf_config.to_dict()
-        num_tokens = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
+        num_tokens = source.folder.num_sampled_tokens(rank.config)
         self.num_top = num_compared(rank.config, num_tokens) if compares_top else 0
         sampled = settings | {"vocab_size": num_tokens}
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, sampled, rank.config.temperature)

@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from megatron_rl.checkpoint.contents import reference_of
 from megatron_rl.checkpoint.manifest import FileRecord
+from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
@@ -68,9 +69,8 @@ class RankHost:
         self.join_world(environment, collective_timeout, placement.generates)
         self.groups = initialize_pool(self.spec, environment.world_size, config.trainer.seed, collective_timeout)
         self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)
-        self.rank = Rank(
-            config, placement, self.spec, self.groups, self.device, environment, collective_timeout, self.ledger
-        )
+        places = (placement, self.spec, self.groups, self.device, environment)
+        self.rank = Rank(config, *places, collective_timeout, self.ledger, model_folders(config))
         self.roles: dict[str, Role] = {}
         self.unfinished: UnfinishedSave | None = None
         self.copies: MemoryCheckpoint | None = None

@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from megatron_rl.checkpoint.adapter_folder import AdapterFiles
 from megatron_rl.checkpoint.adapter_weights import load_adapters
 from megatron_rl.checkpoint.constants import load_constants
-from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.rollout_keys import MTPUse
@@ -73,8 +73,7 @@ class UnloadedModel:
 class ModelSource:
     """A Hugging Face folder seen by one rank. All ranks must call the builders, with the same arguments."""
 
-    path: Path
-    hf_config: PretrainedConfig
+    folder: ModelFolder
     groups: TrainGroups
     device: Device
     megatron: MegatronConfig
@@ -84,20 +83,15 @@ class ModelSource:
     mtp: MTPUse = MTPUse.NONE
     """What becomes of the multi-token prediction layer."""
 
-    @classmethod
-    def open(
-        cls,
-        path: str,
-        groups: TrainGroups,
-        device: Device,
-        megatron: MegatronConfig,
-        lora: LoraConfig | None = None,
-        seed: int = 0,
-        mtp: MTPUse = MTPUse.NONE,
-    ) -> ModelSource:
-        """Read what the folder's config.json says of the language model. lora: adapters of the model; None: none."""
-        settings = language_config(path)
-        return cls(Path(path), settings, groups, device, megatron, lora or LoraConfig(), seed, mtp)
+    @property
+    def path(self) -> Path:
+        """The folder's path."""
+        return self.folder.path
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """What the folder's config.json says of the language model, with transformers' defaults."""
+        return self.folder.language_config
 
     @cached_property
     def model(self) -> Model:

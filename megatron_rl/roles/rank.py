@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint.hf_config import language_config
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.megatron import FORWARD_OPTIONS, OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.experience.micro_batches import MicroBatching, round_up
-from megatron_rl.model.families import Model
 from megatron_rl.observe.memory_ledger import MemoryLedger
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.mpu import TrainGroups
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from megatron_rl.roles.model_source import ModelSource
 
 
-def sequence_work(model_path: str) -> SequenceWork:
+def sequence_work(folder: ModelFolder) -> SequenceWork:
     """Cost of a sequence under the model in a Hugging Face folder."""
-    return SequenceWork(Model.of(language_config(model_path).to_dict()).attention_parity)
+    return SequenceWork(folder.model.attention_parity)
 
 
 def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: int) -> OptimConfig:
@@ -46,7 +46,8 @@ def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: 
 
 @dataclass(frozen=True)
 class Rank:
-    """Everything a role needs to be built on this rank. timeout: of every collective."""
+    """Everything a role needs to be built on this rank. timeout: of every collective. folders: that roles start from,
+    by path."""
 
     config: RunConfig
     placement: Placement
@@ -56,6 +57,7 @@ class Rank:
     environment: RankEnvironment
     timeout: timedelta
     ledger: MemoryLedger
+    folders: Mapping[str, ModelFolder]
 
     @property
     def node(self) -> int:
@@ -72,8 +74,8 @@ class Rank:
             override = OverrideTransformerConfig(**kept)
         layout = self.pool.layout if self.pool.megatron_roles else spec.megatron
         megatron = replace(layout, override_transformer_config=override, fp8_emulate=spec.megatron.fp8_emulate)
-        seed = self.config.trainer.seed
-        return ModelSource.open(spec.model_path, self.groups, self.device, megatron, spec.lora, seed, spec.mtp)
+        seed, folder = self.config.trainer.seed, self.folders[spec.model_path]
+        return ModelSource(folder, self.groups, self.device, megatron, spec.lora, seed, spec.mtp)
 
     def micro_batching(self, spec: PassSpec | None) -> MicroBatching:
         """Micro-batching of a pass. The actor's model estimates the work, so that all roles cut alike.
@@ -89,7 +91,7 @@ class Rank:
 
     @cached_property
     def _work(self) -> SequenceWork:
-        return sequence_work(self.placement.leader.model_path)
+        return sequence_work(self.folders[self.placement.leader.model_path])
 
     def num_run_steps(self, spec: RoleSpec) -> int:
         """Optimizer steps of a trained role in the whole run."""

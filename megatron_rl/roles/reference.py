@@ -27,13 +27,12 @@ class Reference(FollowingScorer):
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
         """neighbours: the roles of this rank, with the policy if the reference may move to it."""
-        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.roles.token_scorer import TokenScorer
 
         self.column, source = made_column(spec), rank.source(spec)
         super().__init__(spec, rank, source)
         settings = source.hf_config.to_dict()
-        settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
+        settings["vocab_size"] = source.folder.num_sampled_tokens(rank.config)
         self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, settings, rank.config.temperature)
         if spec.settings.sync_ref_model and spec.follows is None:
             self._follow(cast(TrainedRole, neighbours[ACTOR]))
@@ -73,7 +72,6 @@ class InitialReference(Role):
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
         """neighbours: the roles of this rank, with the policy, which has read no checkpoint yet."""
-        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.model.adapters import keep_initial
         from megatron_rl.roles.pipeline import Pipeline
         from megatron_rl.roles.reference_refresh import ReferenceRefresh
@@ -85,7 +83,7 @@ class InitialReference(Role):
         self.policy = cast(TrainedRole, neighbours[spec.model_of])
         trainable, source = self.policy.trainable, self.policy.source
         settings = source.hf_config.to_dict()
-        settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
+        settings["vocab_size"] = source.folder.num_sampled_tokens(rank.config)
         kept = keep_initial(trainable.models) if spec.lora.rank else []
         self.held = [copy for _, copy in kept]
         if spec.settings.sync_ref_model:

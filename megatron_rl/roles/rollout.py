@@ -59,8 +59,6 @@ class Rollout(Role):
         join then; None: the actor is one of the neighbours.
         """
         from megatron_rl.checkpoint.constants import read_constants
-        from megatron_rl.checkpoint.end_tokens import EndTokens
-        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.rollout.engine import RolloutEngine
 
         super().__init__(spec)
@@ -88,8 +86,8 @@ class Rollout(Role):
             self.generator = RolloutEngine(
                 model_path=spec.model_path,
                 architecture=source.hf_config.architectures[0],
-                eos_token_ids=EndTokens.of(spec.model_path).ids,
-                num_tokens=num_sampled_tokens(rank.config, spec.model_path, settings["vocab_size"]),
+                eos_token_ids=source.folder.end_tokens.ids,
+                num_tokens=source.folder.num_sampled_tokens(rank.config),
                 config=spec.settings,
                 max_model_len=rank.config.longest_sequence,
                 dtype=spec.megatron.dtype,

@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from megatron_rl.roles.token_scorer import TokenScorer
 
 
-def compared_tokens(config: RunConfig, vocab_size: int) -> int:
+def compared_tokens(rank: Rank, vocab_size: int) -> int:
     """Tokens over which student and teacher are compared: those that both have, that is the tokenizer's, without the
     padding of either vocabulary. vocab_size: of the teacher's config.json.
     """
-    from megatron_rl.checkpoint.hf_config import language_config
-    from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
-
-    path = config.actor_rollout_ref.model.path
-    return min(vocab_size, num_sampled_tokens(config, path, int(language_config(path).vocab_size)))
+    policy = rank.folders[rank.config.actor_rollout_ref.model.path]
+    return min(vocab_size, policy.num_sampled_tokens(rank.config))
 
 
 def num_compared(config: RunConfig, vocab_size: int) -> int:
@@ -85,7 +82,7 @@ class Teacher(FollowingScorer, TeachingRole):
         source = rank.source(spec)
         super().__init__(spec, rank, source)
         settings, config = source.hf_config.to_dict(), rank.config
-        settings["vocab_size"] = compared_tokens(config, settings["vocab_size"])
+        settings["vocab_size"] = compared_tokens(rank, settings["vocab_size"])
         self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, settings, config.temperature)
         self.num_top = num_compared(config, settings["vocab_size"])
 
@@ -102,7 +99,7 @@ class SelfTeacher(TeachingRole):
         assert spec.model_of is not None
         actor = cast(TrainedRole, neighbours[spec.model_of])
         trainable, settings = actor.trainable, actor.source.hf_config.to_dict()
-        settings["vocab_size"] = compared_tokens(rank.config, settings["vocab_size"])
+        settings["vocab_size"] = compared_tokens(rank, settings["vocab_size"])
         # One without the actor's choices of experts, which are for other prompts.
         pipeline = Pipeline(list(trainable.chunks), rank.groups, rank.device.torch_device)
         self.cut = rank.micro_batching(spec.score)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
@@ -47,8 +46,8 @@ def _read(rank: Rank, heads: Sequence[OtherHead]) -> list[tuple[RoleSpec, OtherH
 
 
 def _head(spec: RoleSpec, rank: Rank, actor: TokenScorer) -> OtherHead:
-    settings = language_config(spec.model_path).to_dict()
-    num_tokens = compared_tokens(rank.config, settings["vocab_size"])
+    settings = rank.folders[spec.model_path].language_config.to_dict()
+    num_tokens = compared_tokens(rank, settings["vocab_size"])
     temperature = distillation_temperature(rank.config)
     softmax = VocabSoftmax(num_tokens, temperature, rank.groups.tp_group, head_cap(settings))
     own = actor.head.weight.detach()

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, EndTokens
-from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
@@ -21,7 +19,6 @@ from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
@@ -238,28 +235,28 @@ def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
 
 
 def text_readers(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[PromptDataset]
+    config: RunConfig, folders: Mapping[str, ModelFolder], datasets: Sequence[PromptDataset]
 ) -> tuple[dict[str, TextReader], list[str]]:
     """Return the readers of reward models with a tokenizer of their own, by role, and notes for the user.
 
-    tokenizer: the actor's. All prompts of a model's sources are read once. Raises ConfigError where a tokenizer cannot
-    be loaded, where it has more tokens than its model, and where prompts cannot be read.
+    folders: of the run, by path. All prompts of a model's sources are read once. Raises ConfigError where a tokenizer
+    cannot be loaded, where it has more tokens than its model, and where prompts cannot be read.
     """
     readers, notes = {}, []
     for role in roles_of(config):
         if not role.reads_text or role.score is None or role.score.longest is None:
             continue
         key, given = f"{role.key}.model.input_tokenizer", role.settings.model.input_tokenizer
-        policy = tokenizer if given == config.actor_rollout_ref.model.path else load_tokenizer(given, key)
-        own = load_tokenizer(role.model_path, role.model_key)
-        settings = read_hf_config(role.model_path)
+        policy = (folders.get(given) or ModelFolder(given, key)).tokenizer
+        folder = folders[role.model_path]
+        own, settings = folder.tokenizer, folder.hf_config
         largest, size = max(own.get_vocab().values()), settings.vocab_size
         if largest >= size:
             raise ConfigError(
                 f"{role.model_key}={role.model_path}: its tokenizer has a token with id {largest}, and the "
                 f"vocab_size of its config.json is {size}: its files do not go together"
             )
-        ends = EndTokens.of(role.model_path, own).ids if getattr(settings, SCORE_AT_END, False) else ()
+        ends = folder.end_tokens.ids if getattr(settings, SCORE_AT_END, False) else ()
         limit = role.score.longest, f"{role.key}.max_length"
         readers[role.name] = TextReader(role.name, policy, own, *limit, tuple(ends))
         texts = (data.texts(role.settings.data_sources) for data in datasets)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS
 from megatron_rl.data.long_prompts import has_tokenizer, num_bytes
 from megatron_rl.data.prompt_dataset import Located, read_prompts, tokenise
 from megatron_rl.data.row_files import column_forms, first_row
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
 from megatron_rl.starter.column_choice import (
     NO_TRUTH,
@@ -187,7 +187,7 @@ def prompt_lengths(own: OwnData, model: Path) -> PromptLengths:
         first = own.rows[0][1].prompt
         text = first if isinstance(first, str) else "\n".join(f"{each['role']}: {each['content']}" for each in first)
         return PromptLengths(max(num_bytes(row.prompt) for _, row in some), text, None)
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = ModelFolder(model).tokenizer
     ids = tokenise(str(own.train), some, tokenizer, own.keys)
     shown = tokenizer.decode(ids[0], clean_up_tokenization_spaces=False)
     return PromptLengths(max(map(len, ids)), shown, len(ids[0]))
@@ -198,5 +198,5 @@ def longest_truth(own: OwnData, model: Path) -> int:
     texts = sorted({str(truth) for truth in own.truths}, key=len, reverse=True)[:MOST_TOKENISED]
     if not has_tokenizer(model):
         return max(len(text.encode()) for text in texts)
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = ModelFolder(model).tokenizer
     return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.checkpoint.end_tokens import EndTokens
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import as_list
 from megatron_rl.config.task_config import TaskConfig
@@ -21,7 +21,6 @@ from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import round_up
 from megatron_rl.parallel.zigzag import segment_multiple
-from megatron_rl.planning.config_json import model_facts
 from megatron_rl.tasks.training_records import mismatched
 
 TRAIN, VAL = "train", "val"
@@ -56,13 +55,12 @@ def reading_options(
     return ReadingOptions.of(data, **others)
 
 
-def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[ReadFiles, ReadFiles]:
+def read_files(config: TaskConfig, folder: ModelFolder) -> tuple[ReadFiles, ReadFiles]:
     """The records to train on and those held out, each with a report. Raises ConfigError."""
     data, read = config.data, reader_of(config)
-    path = Placement.of(config).leader.model_path
-    vocab_size, ends = model_facts(path).get("vocab_size"), EndTokens.of(path, tokenizer).ids
+    vocab_size, ends = folder.settings["vocab_size"], folder.end_tokens.ids
     train, val = (
-        read(as_list(files), tokenizer, reading_options(config, kind, vocab_size, ends))
+        read(as_list(files), folder.tokenizer, reading_options(config, kind, vocab_size, ends))
         for kind, files in ((TRAIN, data.train_files), (VAL, data.val_files))
     )
     return train, val

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
@@ -17,7 +18,6 @@ from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunBase, RunPools, take_folder
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.observe.phase_watch import watching
 from megatron_rl.planning.batch_arithmetic import task_table
 from megatron_rl.planning.memory import planned_memory
@@ -63,15 +63,16 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     assert isinstance(config, TaskConfig)
     with ExitStack() as opened:
         placement = Placement.of(config)
-        tokenizer = load_tokenizer(placement.leader.model_path)
+        folder = model_folders(config)[placement.leader.model_path]
+        tokenizer = folder.tokenizer
         with watching("reading of the examples"):
-            data = TaskData(config, repairs.once("examples", partial(read_files, config, tokenizer)))
+            data = TaskData(config, repairs.once("examples", partial(read_files, config, folder)))
         config = with_steps(config, len(data.train))
         logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
         held_out = ValidationLoss(config, logger, repairs.stop)
         parts = (data, held_out, logger)
-        path, kwargs = placement.leader.model_path, config.data.apply_chat_template_kwargs
-        ends = end_token_notes(path, tokenizer, kwargs, is_chat=tokenizer.chat_template is not None)
+        kwargs = config.data.apply_chat_template_kwargs
+        ends = end_token_notes(folder, kwargs, is_chat=tokenizer.chat_template is not None)
         take_folder(opened, logger, parts, task_table(config), lines=data.notes, warnings=ends)
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)

@@ -99,6 +99,7 @@ def import_config(folder: str, tp_size: int, pp_size: int, dtype: str) -> RunCon
 
 def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
     """Import on this rank; all ranks must call. `load_first`: read the weights before DDP has a place for them."""
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.config.megatron import OverrideDDPConfig
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import ModelSource
@@ -106,7 +107,7 @@ def measure_import(config: RunConfig, load_first: bool = False) -> Growth:
 
     worker = RankHost(config)
     shared = config.actor_rollout_ref
-    source = ModelSource.open(shared.model.path, worker.groups, worker.device, shared.actor.megatron)
+    source = ModelSource(ModelFolder(shared.model.path), worker.groups, worker.device, shared.actor.megatron)
     buffers, start = [], time.perf_counter()
 
     def build() -> None:

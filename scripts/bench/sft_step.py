@@ -107,12 +107,12 @@ def our_config(folder: Path, steps: int, examples: int, max_tokens: int) -> dict
 
 def tokens_of(folder: Path) -> list[dict[str, list[int]]]:
     """The examples as this package reads them: tokens, and 1 where one counts."""
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.data.reading import read_examples
     from megatron_rl.data.reading_options import ReadingOptions
-    from megatron_rl.data.tokenizer import load_tokenizer
 
     options = ReadingOptions(max_length=LONGEST)
-    examples, _ = read_examples([str(folder / "examples.jsonl")], load_tokenizer(str(folder / "model")), options)
+    examples, _ = read_examples([str(folder / "examples.jsonl")], ModelFolder(folder / "model").tokenizer, options)
     return [{"input_ids": one.tokens.tolist(), "completion_mask": one.loss_mask.int().tolist()} for one in examples]
 
 

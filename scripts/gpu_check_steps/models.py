@@ -74,11 +74,12 @@ def join_world(kind: str) -> Any:
 
 def trainer_model(folder: Path, dtype: str, kind: str, groups: Any) -> Any:
     """The trainer's model with the folder's weights, on the device."""
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.config.megatron import MegatronConfig
     from megatron_rl.device import Device
     from megatron_rl.roles.model_source import ModelSource
 
-    source = ModelSource.open(str(folder), groups, Device(kind), MegatronConfig(dtype=dtype))
+    source = ModelSource(ModelFolder(folder), groups, Device(kind), MegatronConfig(dtype=dtype))
     unloaded = source.language_model()
     with torch.no_grad():
         unloaded.load()

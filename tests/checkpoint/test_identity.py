@@ -14,10 +14,10 @@ from transformers import AutoConfig
 from megatron_rl.checkpoint.identity import (
     SAMPLED_TENSORS,
     computed_settings,
-    end_tokens,
     folder_identity,
     unlike_the_list,
 )
+from megatron_rl.checkpoint.model_folder import ModelFolder, end_tokens
 from megatron_rl.model.families import FAMILIES, text_settings
 from megatron_rl.planning.folder_files import FolderFiles
 
@@ -43,7 +43,7 @@ def folder_of(folder: Path, *parts: dict[str, torch.Tensor], **settings) -> Path
 
 
 def identity(folder: Path) -> dict:
-    return folder_identity(folder, json.loads((folder / "config.json").read_text()))
+    return folder_identity(ModelFolder(folder))
 
 
 def test_a_copy_in_other_files_is_the_same(tmp_path):

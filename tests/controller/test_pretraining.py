@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.load import read_config
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.validate import value_problems
 from megatron_rl.controller.pretraining import Pretraining
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.pretraining_rules import pretraining_problems
@@ -32,8 +32,8 @@ def config(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+def folder():
+    return ModelFolder(REPOSITORY / "assets/demo/model")
 
 
 def write(file: Path, rows: list[dict]) -> Path:
@@ -49,36 +49,36 @@ def rows_of(mix: Pretraining) -> list[list[int]]:
     return [row.tolist() for row in mix.next().record["input_ids"].unbind()]
 
 
-def test_order_goes_on(tmp_path: Path, tokenizer) -> None:
+def test_order_goes_on(tmp_path: Path, folder) -> None:
     """Two of five examples at a time, over two epochs; a second one that takes the state over gives the same. Would not
     catch a state that is saved at another moment."""
     run = config("ptx.coef=1", f"ptx.files={texts(tmp_path)}", "ptx.mini_batch_size=2")
-    whole, resumed = Pretraining(run, tokenizer), Pretraining(run, tokenizer)
+    whole, resumed = Pretraining(run, folder), Pretraining(run, folder)
     first = [rows_of(whole) for _ in range(3)]
     assert len({str(row) for batch in first for row in batch}) == 5 and all(len(batch) == 2 for batch in first)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     assert [rows_of(resumed) for _ in range(4)] == [rows_of(whole) for _ in range(4)]
-    fresh = Pretraining(run, tokenizer)
+    fresh = Pretraining(run, folder)
     fresh.load_state_dict({"cursor": {}})  # of a run without examples
     assert rows_of(fresh) == first[0]
     assert whole.notes[0].startswith("pretraining: ") and "texts.jsonl" in whole.notes[0]
 
 
-def test_there_are_none_unless_asked_for(tokenizer) -> None:
+def test_there_are_none_unless_asked_for(folder) -> None:
     """Would not catch a role that waits for some."""
-    none = Pretraining(config(), tokenizer)
+    none = Pretraining(config(), folder)
     assert none.next() is None and none.state_dict() == {} and none.notes == []
     assert Placement.of(config()).leader.mixed is None
     assert Placement.of(for_task(config("ptx.coef=1", "ptx.files=a"), "sft")).leader.mixed is None
 
 
-def test_conversations_count_the_answers(tmp_path: Path, tokenizer) -> None:
+def test_conversations_count_the_answers(tmp_path: Path, folder) -> None:
     """As in sft: of a prompt and its answer the answer alone, with the end token. Would not catch other masks, which
     tests/data have."""
     file = write(tmp_path / "answers.jsonl", [{"prompt": "1+1=", "response": "2"}])
-    record = Pretraining(config("ptx.coef=1", f"ptx.files={file}", "ptx.mini_batch_size=1"), tokenizer).next().record
+    record = Pretraining(config("ptx.coef=1", f"ptx.files={file}", "ptx.mini_batch_size=1"), folder).next().record
     (mask,), (row,) = record["sampled"].unbind(), record["input_ids"].unbind()
-    assert mask.tolist() == [False] * (len(row) - 2) + [True, True] and tokenizer.decode(row[-2:-1]) == "2"
+    assert mask.tolist() == [False] * (len(row) - 2) + [True, True] and folder.tokenizer.decode(row[-2:-1]) == "2"
 
 
 @pytest.mark.parametrize(
@@ -90,22 +90,22 @@ def test_conversations_count_the_answers(tmp_path: Path, tokenizer) -> None:
         ([{"text": "1"}], ("ptx.text_key=txt",), "has no column 'txt' (ptx.text_key)"),
     ],
 )
-def test_bad_files_name_the_keys_that_are_meant(tmp_path: Path, tokenizer, rows, overrides, said) -> None:
+def test_bad_files_name_the_keys_that_are_meant(tmp_path: Path, folder, rows, overrides, said) -> None:
     """Would not catch other sentences of the readers, whose keys have the same names."""
     file = write(tmp_path / "bad.jsonl", rows)
     run = config("ptx.coef=1", f"ptx.files={file}", "ptx.max_length=20", *overrides)
     with pytest.raises(ConfigError) as refused:
-        Pretraining(run, tokenizer)
+        Pretraining(run, folder)
     assert said in str(refused.value) and "data." not in str(refused.value)
 
 
-def test_other_examples_are_no_continuation(tmp_path: Path, tokenizer) -> None:
+def test_other_examples_are_no_continuation(tmp_path: Path, folder) -> None:
     """Would not catch examples that differ in nothing but their file's folder, which may be another."""
     run = config("ptx.coef=1", f"ptx.files={texts(tmp_path)}", "ptx.mini_batch_size=2")
-    saved = Pretraining(run, tokenizer).state_dict()
+    saved = Pretraining(run, folder).state_dict()
     texts(tmp_path, 6)
     with pytest.raises(ConfigError, match=r"of texts.jsonl is 6 now and was 5 when it was saved"):
-        Pretraining(run, tokenizer).load_state_dict(saved)
+        Pretraining(run, folder).load_state_dict(saved)
 
 
 @pytest.mark.parametrize(

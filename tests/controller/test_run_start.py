@@ -14,6 +14,7 @@ from rich.console import Console
 from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.task_config import for_task
@@ -23,7 +24,6 @@ from megatron_rl.controller.report import kept_summary
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import nothing_to_train, write_plan
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def new_run(folder: Path, monkeypatch, *overrides: str) -> tuple[RunFolder, RunL
     settings = (f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.logger=[jsonl]", *overrides)
     config = load_config("configs/demo_cpu.yaml", settings)
     run_folder = RunFolder(config)
-    return run_folder, RunLogger(config, run_folder, load_tokenizer(config.actor_rollout_ref.model.path), {})
+    return run_folder, RunLogger(config, run_folder, ModelFolder(config.actor_rollout_ref.model.path).tokenizer, {})
 
 
 def save(folder: RunFolder, logger: RunLogger, step: int) -> None:

@@ -10,9 +10,8 @@ import torch
 from small_tokenizers import BARE, CHATML, GLM_ENDS, byte_level, glm
 from transformers import LlamaConfig
 
-from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, EndTokens, write_generation_config
-from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import Description, describe_model
+from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder
 from megatron_rl.controller.response_ends import end_token_notes, written_end
 
 
@@ -41,12 +40,13 @@ END, EOS = 4, 1  # of small_tokenizers.SPECIAL
 def test_a_response_ends_where_one_of_the_files_says(tmp_path, generation, ids, written):
     """By hand, and again for the folder that is made of it. Would not catch a file that names no token of the model."""
     source = folder_of(tmp_path / "source", generation)
-    assert EndTokens.of(source).ids == EndTokens.of(source, byte_level()).ids == ids
+    assert ModelFolder(source).end_tokens.ids == ids
     made = folder_of(tmp_path / "made", None)
-    write_generation_config(source, made)
+    ModelFolder(source).write_generation_config(made)
     content = json.loads((made / "generation_config.json").read_text())
     assert {name: value for name, value in content.items() if name not in ("bos_token_id", "pad_token_id")} == written
-    assert EndTokens.of(made).ids == ids and (not EndTokens.of(made).disagree)
+    ends = ModelFolder(made).end_tokens
+    assert ends.ids == ids and not ends.disagree
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_response_ends_where_one_of_the_files_says(tmp_path, generation, ids, 
 def test_a_line_says_where_the_files_disagree(tmp_path, generation, eos, template, said):
     """Tokenizer, generation_config.json and chat template. Would not catch a template that a prompt's tools change."""
     source = folder_of(tmp_path, generation, eos, template)
-    notes = end_token_notes(str(source), byte_level(template, eos), {}, is_chat=True)
+    notes = end_token_notes(ModelFolder(source), {}, is_chat=True)
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
 
@@ -78,5 +78,5 @@ def test_what_an_export_says(tmp_path, kind, is_said):
     source = folder_of(tmp_path / "source", {"eos_token_id": 0})
     (tmp_path / "export").mkdir()
     describe_model(tmp_path / "export", [], 0, Description(source, f"Llama{kind}", torch.float32))
-    assert EndTokens.of(tmp_path / "export").declared == (0, END)
-    assert getattr(read_hf_config(tmp_path / "export"), SCORE_AT_END, False) is is_said
+    assert ModelFolder(tmp_path / "export").end_tokens.declared == (0, END)
+    assert getattr(ModelFolder(tmp_path / "export").hf_config, SCORE_AT_END, False) is is_said

@@ -24,6 +24,7 @@ from megatron_rl.checkpoint.adapter_folder import adapter_identity
 from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, model_identity, write_manifest
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.controller.lifecycle import copy_model_files
@@ -103,7 +104,7 @@ def test_carried_layers_come_out_of_every_export(save_model, layout, other, keys
     assert "actor/huggingface/carried.json" in copy_model_files({"actor": str(path)}, saved)
     if keys:  # whose base the manifest describes
         settings = json.loads((path / "config.json").read_text())
-        base = model_identity(settings) | folder_identity(path, settings)
+        base = model_identity(settings) | folder_identity(ModelFolder(path))
         adapters = adapter_identity(settings, LoraConfig(rank=4, alpha=8.0))
         write_manifest(saved, Manifest(FORMAT, 1, {"actor": base | adapters}, {}))
         export_saved(saved, "actor", tmp_path / "offline", base=path)

@@ -58,13 +58,14 @@ def save_judge(folder: Path) -> str:
 
 def read(config: RunConfig) -> ReadText:
     """What the reward model is given, by the way of a run: prompt files, the policy's tokens, the reader."""
+    from megatron_rl.checkpoint.model_folder import model_folders
     from megatron_rl.data.prompt_dataset import PromptDataset
-    from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.scoring.rewards import text_readers
 
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    folders = model_folders(config)
+    tokenizer = folders[config.actor_rollout_ref.model.path].tokenizer
     data = PromptDataset([config.data.train_files], tokenizer, config.data, False, keeps_text=True)
-    readers, notes = text_readers(config, tokenizer, [data])
+    readers, notes = text_readers(config, folders, [data])
     assert notes == []
     prompts = data.batch(range(len(data)))
     answers = [torch.tensor([*tokenizer(text)["input_ids"], 0]) for text in ANSWERS]

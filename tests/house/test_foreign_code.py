@@ -117,13 +117,13 @@ def test_nothing_of_a_foreign_folder_is_run(tmp_path: Path) -> None:
     from megatron_rl.checkpoint.adapter_folder import AdapterFiles
     from megatron_rl.checkpoint.hf_import import HFFolder
     from megatron_rl.checkpoint.identity import folder_digest
-    from megatron_rl.data.tokenizer import load_tokenizer
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.errors import ConfigError
     from megatron_rl.planning.folder_files import lacking_in
 
     mark = tmp_path / "mark"
     folder = hostile_folder(tmp_path / "model", mark)
-    for read in (HFFolder, lambda path: load_tokenizer(str(path)), AdapterFiles.open):
+    for read in (HFFolder, lambda path: ModelFolder(path).tokenizer, AdapterFiles.open):
         with pytest.raises(ConfigError):
             read(folder)
     assert folder_digest(folder) is None and "must hold *.safetensors files" in lacking_in(folder)

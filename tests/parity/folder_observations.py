@@ -22,7 +22,7 @@ from tiny_models import random_batch, run_config
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.controller.report import hf_sampled_logits, refuse_unreadable
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 
 NUM_ROWS = 7
 MAX_SHARD_BYTES = 400_000

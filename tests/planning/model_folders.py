@@ -10,7 +10,7 @@ import pyarrow.parquet
 
 from megatron_rl.checkpoint.weight_files import BITS
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.model_folder import STARTING_POINTS
+from megatron_rl.planning.folder_checks import STARTING_POINTS
 from megatron_rl.planning.preflight import preflight
 
 MODEL = {

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from megatron_rl.checkpoint.hf_config import language_config
-from megatron_rl.checkpoint.identity import computed_settings, end_tokens
+from megatron_rl.checkpoint.identity import computed_settings
+from megatron_rl.checkpoint.model_folder import ModelFolder, end_tokens
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES, Family, Model, rollout_settings
 from megatron_rl.planning.config_json import read_config_json
-from megatron_rl.planning.model_folder import SIZES, read_model_folder
+from megatron_rl.planning.folder_checks import SIZES, read_model_folder
 
 NESTED = ("rope_parameters", "text_config")
 STARTING = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 6}, "Glm4MoeForCausalLM": {"head_dim": 128}}
@@ -80,7 +80,7 @@ def test_what_a_config_json_leaves_out_has_transformers_default(family: Family, 
             refused.add(key.removeprefix("text_config."))
             continue
         ours = facts(family, read_config_json(tmp_path / "config.json"), tmp_path)
-        assert ours == facts(family, language_config(tmp_path).to_dict(), tmp_path), key
+        assert ours == facts(family, ModelFolder(tmp_path).language_config.to_dict(), tmp_path), key
         assert sizes.parts.shape == ours["shape"]
     assert refused <= required(family)
 
@@ -94,7 +94,7 @@ def test_a_null_is_read_as_by_transformers_or_refused(family: Family, tmp_path: 
         (tmp_path / "config.json").write_text(json.dumps(whole | (inside or {key: None})))
         _, problems = read_model_folder("model", str(tmp_path), config_only=True)
         try:
-            theirs = language_config(tmp_path).to_dict()
+            theirs = ModelFolder(tmp_path).language_config.to_dict()
         except ConfigError as error:
             assert str(error).startswith("transformers cannot read")
             assert problems or LATER.get(family.architecture) == key, key

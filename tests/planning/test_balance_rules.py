@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from model_folders import EXPERTS, problems, write_model
 
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.planning.option_rules import option_problems
 
 GROUP = "actor_rollout_ref.actor.megatron.override_transformer_config"

@@ -10,7 +10,7 @@ from model_folders import EXPERTS, TOKENIZER, problems, set_experts, write_model
 from test_model_folder import LATENT
 
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 
 Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

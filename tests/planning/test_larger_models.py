@@ -10,7 +10,7 @@ from model_folders import TOKENIZER, problems, write_tensors
 
 from megatron_rl.checkpoint.hf_folder import with_dtype
 from megatron_rl.model.families import FAMILIES, Model, placed_settings, rollout_settings, text_settings
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.rehearse.fewer_layers import cut_settings
 
 TEXT = {

@@ -80,6 +80,7 @@ def kept_by_a_layer(config: Any) -> tuple[dict[str, int], int]:
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.model.layer_specs import put_part
     from megatron_rl.model.whole_linear import WholeLinear
     from megatron_rl.roles.host import RankHost
@@ -100,7 +101,7 @@ def kept_by_a_layer(config: Any) -> tuple[dict[str, int], int]:
 
     FAMILIES[NAME] = FAMILY
     worker, shared = RankHost(config), config.actor_rollout_ref
-    source = ModelSource.open(shared.model.path, worker.groups, worker.device, shared.actor.megatron)
+    source = ModelSource(ModelFolder(shared.model.path), worker.groups, worker.device, shared.actor.megatron)
     [chunk] = source.language_model().chunks
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

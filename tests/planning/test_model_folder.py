@@ -10,7 +10,7 @@ from model_folders import EXPERTS, problems, set_experts, write_model
 
 from megatron_rl.config.reward_keys import RewardModelModelConfig, ScoringModelConfig
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 LATENT = {

@@ -17,8 +17,8 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.layout_rules import ExpertLayouts, Layouts
-from megatron_rl.planning.model_folder import ModelSizes
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.stage_rules import spreads, stage_problems
 

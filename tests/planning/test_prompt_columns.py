@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from model_folders import problems
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.eval_config import for_evaluation, unjudged
 from megatron_rl.data.long_prompts import long_prompt_problems
 from megatron_rl.planning.file_rules import train_rows
@@ -54,7 +55,7 @@ def test_a_prompt_that_is_too_long_is_found_before_the_run(config, tmp_path, key
     given = files | {"prompt_key": "question", "ground_truth_key": "answer"} | keys
     config.data = replace(config.data, **given)
     config.actor_rollout_ref.model.path = str(Path(__file__).parents[2] / "assets/demo/model")
-    found = [str(violation) for violation in long_prompt_problems(config)]
+    found = [str(violation) for violation in long_prompt_problems(config, lambda path: ModelFolder(path).tokenizer)]
     assert found == [] if message is None else message.format(file) in found[0] and len(found) == 1
     config.actor_rollout_ref.model.path = str(tmp_path)
-    assert long_prompt_problems(config) == []
+    assert long_prompt_problems(config, lambda path: ModelFolder(path).tokenizer) == []

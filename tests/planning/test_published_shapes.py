@@ -9,12 +9,11 @@ import torch
 import transformers
 from model_folders import write_model
 
-from megatron_rl.checkpoint.hf_config import read_hf_config
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import Model
+from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.planning.folder_files import lacking_in
-from megatron_rl.planning.model_folder import read_model_folder
 
 KEY = "actor_rollout_ref.model.path"
 KIMI_K2 = {
@@ -184,7 +183,7 @@ def test_published_folders_are_accepted_with_transformers_number_of_parameters(n
     path = write(tmp_path / "model", PUBLISHED[name])
     sizes, problems = read_model_folder(KEY, path, config_only=True)
     assert problems == [] and sizes is not None
-    settings = read_hf_config(path)
+    settings = ModelFolder(path).hf_config
     with torch.device("meta"):
         model = getattr(transformers, settings.architectures[0])(settings)
     count = sum(parameter.numel() for parameter in model.parameters())  # a tied matrix once
@@ -195,11 +194,11 @@ def test_published_folders_are_accepted_with_transformers_number_of_parameters(n
 def test_a_kimi_folder_is_saved_as_transformers_reads_it(tmp_path):
     """Without the folder's own code. Would not catch a class that vLLM reads the name by."""
     path = write(tmp_path / "model", KIMI_K2 | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}})
-    settings = read_hf_config(path)
+    settings = ModelFolder(path).hf_config
     assert type(settings) is transformers.DeepseekV3Config and settings.model_type == "deepseek_v3"
     settings.save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "deepseek_v3"
-    assert read_hf_config(tmp_path / "saved").rope_parameters == settings.rope_parameters
+    assert ModelFolder(tmp_path / "saved").hf_config.rope_parameters == settings.rope_parameters
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_path):
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(own))
     (tmp_path / "model" / "tokenization_kimi.py").write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError, match="asks for code of its own, tokenization_kimi.T, and no code of a folder"):
-        load_tokenizer(path)
+        _ = ModelFolder(path).tokenizer
 
 
 def test_a_tokenizer_that_is_code_is_refused_by_its_name(tmp_path):

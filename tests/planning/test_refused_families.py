@@ -10,7 +10,7 @@ from model_folders import EXPERTS, write_model
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES, family_of
 from megatron_rl.model.families.refused import REFUSED, refusal_of
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 
 SENTENCES = {
     "Gemma3nForCausalLM": ("wrong at rollout TP > 1", "Gemma3ForCausalLM"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from model_folders import problems, write_model, write_tensors
 
-from megatron_rl.planning.model_folder import read_model_folder
+from megatron_rl.planning.folder_checks import read_model_folder
 
 YARN = {
     "rope_type": "yarn",

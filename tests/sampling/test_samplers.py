@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.load import read_config
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import RewardError
 from megatron_rl.observe.phase_clock import PhaseClock
@@ -281,7 +281,7 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     config.reward_model.rule_weight = 2.0  # not used
 
     class Rule:
-        tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+        tokenizer = ModelFolder(REPOSITORY / "assets/demo/model").tokenizer
 
         def __call__(self, prompts: Prompts, answers: Batch, numbers=()) -> ScoredAnswers:
             asked.append(len(prompts))
@@ -327,7 +327,7 @@ def test_each_reward_model_reads_in_its_own_way():
     """
     config, warnings = run_config(), []
     config.reward_model.enable = True
-    tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
+    tokenizer = ModelFolder(REPOSITORY / "assets/demo/model").tokenizer
     reader = TextReader("reward_model", tokenizer, tokenizer, 3, "reward_model.max_length")
     text, tokens = Reading(), Reading()
     models = list(zip(Placement.of(config).reward_models, (text, tokens), strict=True))

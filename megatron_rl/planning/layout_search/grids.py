@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.config.megatron import COUNTED_PARTS, MegatronConfig
 from megatron_rl.config.problems import divisors
-from megatron_rl.planning.model_folder import ModelSizes
+from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.stage_rules import spreads
 
 CHUNKS = (2, 3, 4, 5, 8)

@@ -18,11 +18,11 @@ from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.cache_rules import KVCacheSize
 from megatron_rl.planning.engine_rules import engine_tp_sizes
+from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.layout_rules import rollout_misfits
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.memory_report import usable_bytes
-from megatron_rl.planning.model_folder import ModelSizes
 from megatron_rl.planning.preflight import read_models
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
 from megatron_rl.planning.step_load import Load
