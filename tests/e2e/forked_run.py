@@ -5,16 +5,22 @@ A run in one process spends two thirds of its time on imports; `test_unread_outp
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 from ranks import fork_server
 
@@ -104,8 +110,12 @@ def command_line(
     import torch
 
     from megatron_rl.cli import main
+    from megatron_rl.cluster import supervisor_client
     from megatron_rl.roles.environment import worker_environment
 
+    if "--local" not in arguments:
+        forked = ForkedSupervisor()
+        supervisor_client.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": forked.start})
     # The server's libraries have begun with a rank's share of the cores; this run is alone.
     torch.set_num_threads(int(worker_environment("cpu", ranks_per_node=1)["OMP_NUM_THREADS"]))
     code = 0
@@ -119,3 +129,99 @@ def command_line(
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
+
+
+class ForkedSupervisor:
+    """The supervisor of the run that this process becomes, forked from it before it has threads.
+
+    A run spends half of its CPU seconds on what a supervisor imports, and the server has imported it. Tests that name
+    a command of their own, and tests/cluster, have supervisors as users have them. It has what `supervisor_client` asks
+    of a `subprocess.Popen`.
+    """
+
+    def __init__(self) -> None:
+        self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.returncode: int | None = None
+        self._stdin = -1
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._orders.close()
+            be_supervisor(orders)
+        orders.close()
+
+    def start(
+        self, command: list[str], *, stdout: int, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any
+    ) -> ForkedSupervisor:
+        """Let it begin, as `subprocess.Popen` would start it: with a pipe as its stdin, in a session of its own."""
+        assert self._stdin < 0, "a run has one supervisor"
+        stdin, self._stdin = os.pipe()
+        order = json.dumps([command[3:], dict(env)]).encode()
+        socket.send_fds(self._orders, [order], [stdin, stdout, *pass_fds])
+        self._orders.close()
+        os.close(stdin)
+        return self
+
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended."""
+        if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(found[1])
+        return self.returncode
+
+    def communicate(self, timeout: float) -> None:
+        """Close its stdin and wait for its end; raises subprocess.TimeoutExpired."""
+        os.close(self._stdin)
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("supervisor", timeout)
+            time.sleep(0.01)
+
+
+def be_supervisor(orders: socket.socket) -> NoReturn:
+    """Wait for an order, and do what `python -m megatron_rl.cluster.supervisor` does; end if none comes."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.setsid()
+        order, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 8)
+        orders.close()
+        if not order:
+            os._exit(0)
+        (name, modules), variables = json.loads(order)
+        stdin, log, *_ = descriptors  # the others stay open, as what is passed to a new program
+        for source, target in ((stdin, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(stdin)
+        os.close(log)
+        os.environ.clear()
+        os.environ |= variables
+        show_environment(variables)
+        sys.path[:] = [os.getcwd(), *variables["PYTHONPATH"].split(os.pathsep)]
+        tempfile.tempdir = None
+        let_ray_read_again()
+        import torch
+
+        from megatron_rl.cluster import supervisor
+        from megatron_rl.cluster.rank_worker import show_title
+
+        show_title(f"{sys.executable} -m {supervisor.__name__} {name}")
+        if "OMP_NUM_THREADS" in variables:
+            torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+        supervisor.main(name, [module for module in modules.split(",") if module])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def show_environment(variables: Mapping[str, str]) -> None:
+    """Show others this environment as that of this process and of all that it forks: by it they find a run's processes.
+
+    It takes the room of the environment that the server was started with, so the marks come first.
+    """
+    start, stop = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    first = sorted(variables.items(), key=lambda item: not item[0].startswith("MEGATRON_RL_"))
+    block = b"\0".join(f"{name}={value}".encode() for name, value in first)[: stop - start - 1]
+    assert all(f"{name}={value}".encode() in block for name, value in first if name.startswith("MEGATRON_RL_"))
+    ctypes.memmove(start, block.ljust(stop - start, b"\0"), stop - start)
