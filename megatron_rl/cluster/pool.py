@@ -24,6 +24,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future as RankAnswer
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
@@ -32,9 +33,9 @@ from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
 from megatron_rl.cluster.failures import FailureDomain, RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
-from megatron_rl.cluster.launcher import ProcessInfo, Ranks
+from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.pool_options import PoolOptions
-from megatron_rl.cluster.processes import Processes
 from megatron_rl.cluster.rank_messages import ProcessDied, dumps, packed
 from megatron_rl.cluster.rank_worker import Answered
 from megatron_rl.cluster.ranks import LOOPBACK, gpu_variables, node_addresses, place_variables
@@ -50,7 +51,60 @@ START_TIMEOUT_S = 300.0
 CALL_LIMIT_S = 5.0
 """Seconds that a thread may be in a call of the launcher while another thread ends the pool."""
 
+EXIT_TIMEOUT_S = 10.0
+"""Longest wait for processes that were killed."""
+
 Kind = TypeVar("Kind")
+
+
+class Processes:
+    """One process on every rank of a pool or replica. started, infos: in rank order, once there are any.
+
+    env: variables of every process, in addition to its place in the world.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, env: Mapping[str, str]) -> None:
+        self.started: list[RankProcess] = []
+        self.infos: list[ProcessInfo] = []
+        self._name, self._ranks, self._env = name, ranks, env
+
+    def spawn(self) -> None:
+        """Start a process on every rank and do not wait."""
+        for rank in range(self._ranks.world_size):
+            self.started.append(self._ranks.start(rank, self._variables(rank)))
+
+    def coming_up(self) -> list[RankAnswer[ProcessInfo]]:
+        """Return replies that are ready once the processes are up, or have failed to."""
+        return [process.info for process in self.started]
+
+    def describe(self) -> list[ProcessInfo]:
+        """Return where the processes run; all must be up. Raises ProcessDied."""
+        if not self.infos:
+            self.infos = [process.info.result() for process in self.started]
+        return self.infos
+
+    def kill(self) -> None:
+        """Kill all processes and do not wait."""
+        for process in self.started:
+            process.kill()
+
+    def wait_until_gone(self) -> None:
+        """After `kill`: wait until the processes are gone, 10 s at most."""
+        if not self._ranks.is_lost:
+            wait([process.ended for process in self.started], EXIT_TIMEOUT_S)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        ranks = self._ranks
+        return {
+            "PYTHONPATH": import_path(),
+            **self._env,
+            **ranks.variables,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks.world_size),
+            "LOCAL_RANK": str(ranks.device_index(rank)),
+            "LOCAL_WORLD_SIZE": str(ranks.local_world_size(rank)),
+            "POOL_NAME": self._name,
+        }
 
 
 class ProcessPool:
