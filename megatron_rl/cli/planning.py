@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,14 +21,13 @@ from megatron_rl.columns import COLUMNS
 from megatron_rl.config.declarations import readers_of
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.data.long_prompts import long_prompt_problems
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.program import NAME, next_command
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.terminal import Terminal
-from megatron_rl.planning.batch_arithmetic import batch_table, task_table
+from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.checked_config import CheckedConfig, checked, planned_task
 from megatron_rl.planning.feature_table import as_json as rows_as_json
 from megatron_rl.planning.feature_table import feature_lines, features_on, unproven_notes
@@ -42,9 +42,7 @@ from megatron_rl.planning.layout_search.random_placements import sampled, write_
 from megatron_rl.planning.layout_search.request import MapRequest, cluster_of, read_base
 from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory_report import with_kv_cache
-from megatron_rl.planning.plan_screen import screen_rows, search_command
-from megatron_rl.planning.run_plan import RunPlan, mean_lengths
-from megatron_rl.planning.task_plan import TaskPlan
+from megatron_rl.planning.run_plan import Plan, mean_lengths, plan_of
 from megatron_rl.profile.hardware_file import hardware_text
 from megatron_rl.profile.hardware_file import sentences as profile_sentences
 from megatron_rl.profile.hardware_file import tables as profile_tables
@@ -53,6 +51,8 @@ from megatron_rl.profile.profile import DeviceKind, number_of_gpus, profile, req
 MAP_WIDTH = 150
 """Columns that the tables of placements need."""
 MOST_SAMPLED = 1000
+DECIDED = re.compile(r"(parallel_size|nnodes|n_gpus_per_node|memory_bytes|memory_utilization|offload)$|pool")
+"""Keys that `map` decides."""
 
 
 def plan_command(
@@ -96,13 +96,11 @@ def plan_command(
             raise
         run, gpu = CheckedConfig(None, violations_of(error)), None
     run_config, violations = run.config, run.violations
-    plan: RunPlan | TaskPlan | None = None
-    if isinstance(run_config, TaskConfig) and gpu is not None and not violations:
-        plan = TaskPlan.of(run_config, gpu, sum(length or 0 for length in (prompt_length, response_length)) or None)
-    elif run_config is not None and gpu is not None and not violations:
+    plan: Plan | None = None
+    if run_config is not None and gpu is not None and not violations:
         with without_collections():  # an exchange plan is up to a million objects, and all of them stay
-            run_config = with_kv_cache(run_config, gpu)
-            plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
+            run_config = with_kv_cache(run_config, gpu) if run_config.generates else run_config
+            plan = plan_of(run_config, gpu, prompt_length, response_length)
     if as_json:
         print_plan(run, plan, features)
         raise typer.Exit(ConfigError.exit_code if violations else 0)
@@ -111,17 +109,17 @@ def plan_command(
         say_features(run_config, console)
     elif plan is not None:
         title = f"Plan of {config}, on {plan.memory.hardware.name}"
-        for table in plan.tables() if whole else [layout_table(screen_rows(plan), title)]:
+        for table in plan.tables() if whole else [layout_table(plan.rows(), title)]:
             console.print(table)
         for line in plan_lines(plan, run, config, overrides or (), hardware, whole):
             say(line, console)
     elif run_config is not None and not any(each.subject.startswith("unknown key") for each in violations):
-        console.print(layout_table(batch_table(run_config) if run_config.generates else task_table(run_config)))
+        console.print(layout_table(batch_rows(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
 
 
-def print_plan(run: CheckedConfig, plan: RunPlan | TaskPlan | None, features: bool) -> None:
+def print_plan(run: CheckedConfig, plan: Plan | None, features: bool) -> None:
     """Print a plan as JSON. features: with the features that are on."""
     content = {"valid": not run.violations, "violations": [violation.as_json() for violation in run.violations]}
     content |= run.as_json() | ({"plan": plan.as_json()} if plan else {})
@@ -138,7 +136,7 @@ def say_features(config: RunConfig, console: Terminal) -> None:
 
 
 def plan_lines(
-    plan: RunPlan | TaskPlan,
+    plan: Plan,
     run: CheckedConfig,
     config: Path,
     overrides: Sequence[str],
@@ -147,10 +145,18 @@ def plan_lines(
 ) -> list[str]:
     """Return the lines below the tables: notes, changes of a plan that does not fit, and the command that leads on."""
     lines = [*run.lines(whole), *plan.notes(), *unproven_notes(plan.config)]
-    if plan.fitting is not None and isinstance(plan, RunPlan):
+    if plan.fitting is not None and plan.config.generates:
         further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
         lines.append(f"  search all layouts: {search_command(plan, config, overrides, hardware)}{further}")
     return lines if whole else [*lines, "all tables: the same command with --all"]
+
+
+def search_command(plan: Plan, config: Path, overrides: Sequence[str], hardware: str | None) -> str:
+    """Return the command that searches other layouts of the run, on as many ranks, with the overrides that it keeps."""
+    ranks = plan.models.placement.world_size
+    kept = [text for text in overrides if not DECIDED.search(text.partition("=")[0])]
+    chosen = () if hardware is None else ("--hardware", hardware)
+    return next_command("map", "--config", config, "--gpus", ranks, *chosen, *kept)
 
 
 def checked_with_prompts(

@@ -37,7 +37,7 @@ from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.observe.phase_watch import watching
-from megatron_rl.planning.batch_arithmetic import batch_table, group_notes, repeat_notes
+from megatron_rl.planning.batch_arithmetic import group_notes, repeat_notes
 from megatron_rl.planning.hardware import Hardware, planned_hardware
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.planning.memory_report import with_kv_cache
@@ -155,7 +155,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         notes = () if episodes is None else episodes.notes
         plain = untemplated_notes(chats, tokenizer, config.data)
         warnings = (*ends, *plain, *notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
-        take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
+        take_folder(opened, logger, parts, warnings=warnings)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         opened.enter_context(verdicts or nullcontext())

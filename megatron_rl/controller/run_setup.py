@@ -18,7 +18,6 @@ from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.cluster.shm_files import HELD_BYTES
 from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, RoleSpec, elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
@@ -29,10 +28,10 @@ from megatron_rl.dispatch import CallInterval, RemoteMethod
 from megatron_rl.node_check.cluster_check import NodeCheck
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.summary import PLAN_FILE, finite_or_null, layout_table
+from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.planned_steps import stall_timeout_s
-from megatron_rl.planning.run_plan import RunPlan, mean_lengths
-from megatron_rl.planning.task_plan import TaskPlan
+from megatron_rl.planning.run_plan import plan_of
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.policy_followers import FollowedPolicy, FollowingScorer
@@ -49,12 +48,11 @@ def take_folder(
     opened: ExitStack,
     logger: RunLogger,
     parts: Sequence[Stateful],
-    table: Iterable[tuple[str, object, str]],
     lines: Iterable[str] = (),
     warnings: Iterable[str] = (),
 ) -> None:
-    """Claim the run's folder, restore `parts` from the checkpoint to resume, print `table`, lines and warnings, and
-    write the plan.
+    """Claim the run's folder, restore `parts` from the checkpoint to resume, print layout, lines and warnings,
+    and write the plan.
 
     Raises ConfigError where another run is in the folder or the checkpoint does not fit, StorageError where the folder
     cannot be written to.
@@ -66,7 +64,7 @@ def take_folder(
     if (earlier := logger.folder.set_aside) is not None:
         folder = logger.folder.path
         logger.say(f"{folder} had another run's files and no checkpoint to resume; they are now in {earlier}")
-    logger.console.print(layout_table(table))
+    logger.console.print(layout_table(batch_rows(logger.config)))
     for line in lines:
         logger.say(line)
     if logger.folder.is_finished and not logger.folder.is_repair:
@@ -87,12 +85,7 @@ def write_plan(logger: RunLogger) -> None:
     if logger.folder.keeps(PLAN_FILE):
         return
     config, hardware = logger.config, planned_hardware(logger.config)
-    plan: RunPlan | TaskPlan
-    if isinstance(config, TaskConfig):
-        plan = TaskPlan.of(config, hardware, None)
-    else:
-        plan = RunPlan.of(config, hardware, mean_lengths(config.data, None, None))
-    content = {"config": without_secrets(asdict(config)), "plan": plan.as_json()}
+    content = {"config": without_secrets(asdict(config)), "plan": plan_of(config, hardware).as_json()}
     try:
         text = json.dumps(finite_or_null(content), indent=1, allow_nan=False, default=str)
         replace_file(logger.folder.path / PLAN_FILE, text.encode() + b"\n")

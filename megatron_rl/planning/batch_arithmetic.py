@@ -14,7 +14,12 @@ from megatron_rl.planning.activations import Recompute
 UNDEFINED = "-"
 
 
-def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
+def batch_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return rows (name, value, meaning) of the layout and the batch of any task."""
+    return _ppo_rows(config) if config.generates else _task_rows(config)
+
+
+def _ppo_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return rows (name, value, meaning) of a PPO run; where it only validates, without those of training.
 
     A value that a broken layout leaves undefined is "-". Shares that are not even are given as smallest to largest.
@@ -49,7 +54,7 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     ]
 
 
-def task_table(config: RunConfig) -> list[tuple[str, str, str]]:
+def _task_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return rows (name, value, meaning) of a task that does not generate; undefined values are "-"."""
     role = next(iter(roles_of(config)))
     layout, dp = _layout_rows(config, role.pool, role.megatron)
@@ -188,7 +193,7 @@ def _share(total: int, parts: int) -> str:
 
 
 def _mini_batches(prompts: int, mini_batch: int) -> tuple[str, str]:
-    """Return the number of mini-batches, and what the last one holds."""
+    """Return the number of mini-batches, and the size of the last one."""
     if mini_batch < 1:
         return UNDEFINED, "optimizer steps"
     rest = prompts % mini_batch

@@ -19,8 +19,7 @@ from megatron_rl.planning.memory_advice import (
     recomputing_everything,
     tried,
 )
-from megatron_rl.planning.memory_report import MemoryReport, usable_bytes
-from megatron_rl.planning.plan_tables import amount, usable_amount
+from megatron_rl.planning.memory_report import MemoryReport, amount, usable_bytes
 from megatron_rl.planning.run_models import RunModels
 
 RECOMPUTE_COST = ", and updates take up to a third longer"
@@ -117,10 +116,10 @@ def _layouts(config: RunConfig, models: RunModels, usable: int) -> list[Change]:
     return [option.change for option in options if option is not None and not option.excess]
 
 
-def misfit_notes(memory: MemoryReport, where: str, fitting: FittingChanges) -> list[str]:
-    """Return the lines of a plan that does not fit. where: ` of POOL`, or nothing."""
-    over = amount(memory.peak - memory.usable)
-    return [f"does not fit: the worst rank{where} needs {over} more than {usable_amount(memory)}", *fitting.lines()]
+def misfit_notes(memory: MemoryReport, fitting: FittingChanges) -> list[str]:
+    """Return the lines of a plan that does not fit."""
+    over, where = amount(memory.peak - memory.usable), memory.where(memory.worst.pool)
+    return [f"does not fit: the worst rank{where} needs {over} more than {memory.usable_text}", *fitting.lines()]
 
 
 def changes_as_json(fitting: FittingChanges | None) -> list[dict[str, Any]]:

@@ -58,6 +58,19 @@ class MemoryReport:
         """Whether every pool fits."""
         return self.peak <= self.usable
 
+    @property
+    def usable_text(self) -> str:
+        """The bytes that tensors may take, in words."""
+        return f"the {amount(self.usable)} that one {self.hardware.name} has for tensors"
+
+    def where(self, pool: str) -> str:
+        """Name a pool where there are several."""
+        return f" of {pool}" if len(self.pools) > 1 else ""
+
+    def largest_moment(self) -> list[tuple[str, int]]:
+        """Return (name, bytes) of everything on the worst rank at its peak, the largest first."""
+        return sorted(self.worst.phases[self.worst.worst_phase].items(), key=lambda item: -item[1])
+
     def kinds(self, pool: str) -> dict[str, StageMemory]:
         """Return kind (only, first, middle, last) -> the stage of this kind with the highest peak."""
         worst: dict[str, StageMemory] = {}
@@ -116,6 +129,11 @@ class GenerationMemory(MemoryReport):
                 "largest_tokens": self.kv_cache.num_tokens(self.room_kv_bytes),
             },
         }
+
+
+def amount(num_bytes: float) -> str:
+    """Return bytes in GB, or below 0.1 GB in MB."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def usable_bytes(hardware: Hardware) -> int:

@@ -13,8 +13,7 @@ from megatron_rl.planning.hardware import Hardware, planned_hardware
 from megatron_rl.planning.memory import GEN, RESHARD
 from megatron_rl.planning.memory_report import memory_report
 from megatron_rl.planning.run_models import RunModels
-from megatron_rl.planning.step_time import step_load, step_time
-from megatron_rl.planning.task_plan import task_load, task_time
+from megatron_rl.planning.step_time import step_load, step_time, task_load, task_time
 from megatron_rl.planning.transition import TransitionPlan
 
 WARM_UP = 1

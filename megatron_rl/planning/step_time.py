@@ -14,6 +14,8 @@ from functools import cached_property
 from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES, MegatronConfig
 from megatron_rl.config.roles import PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.config.tasks import DPO
 from megatron_rl.parallel.context_packs import needed_size
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.critical_path import Task, Timeline, simulate_tasks
@@ -142,6 +144,48 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         wants,
         hardware.parallel_ranks,
         hardware.turns_share,
+    )
+
+
+def task_load(config: TaskConfig, length: float) -> Load:
+    """Return the load of one step on sequences of `length` tokens."""
+    rows = config.data.train_batch_size * config.answers_together
+    return Load(rows, 0.0, length, config.longest_sequence, mini_batch=rows, block_tokens=1)
+
+
+def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: Load) -> StepTime:
+    """Return the seconds of one step: the update, the reference's pass where every batch has one, and with kto the
+    passes over the step's prompts with other responses.
+
+    Passes for validation, and those that compute a stored reference before the first step, do not count.
+    """
+    seconds, pools = dict[str, float](), dict[str, tuple[str, ...]]()
+    if hardware.is_measured:
+        # The rate was measured with passes like these; whatever else they take is in the overheads.
+        load = replace(load, efficiency_share=1.0)
+    has_baseline = config.trainer.stage == DPO and "kto" in config.dpo.loss
+    for role in models.placement.megatron_roles:
+        pool = models.pools[role.pool]
+        estimator = estimator_of(pool, role, hardware, pool.grid.cp_size)
+        recompute = pool.ledger(role).recomputed_share() if role.is_trained else 0.0
+        call = dispatch_seconds(pool.spec.size.num_nodes, pool.spec.size.num_ranks_per_node, hardware)
+        if role.update is not None:
+            rows = replace(role.update, num_rows=role.update.num_rows * config.answers_together)
+            asked = replace(load, block_tokens=block_tokens(load, rows, pool.grid.cp_size), recompute=recompute)
+            seconds[role.update.phase] = estimator.train(asked) + call
+        if role.score is not None and (role.update is None or has_baseline):
+            asked = replace(load, block_tokens=block_tokens(load, role.score, pool.grid.cp_size))
+            num_passes = 2 if role.update is None and has_baseline else 1
+            seconds[role.score.phase] = num_passes * (estimator.forward(asked) + call)
+        pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
+    for transfer in follower_transfers(models):
+        seconds[RESHARD] = seconds.get(RESHARD, 0.0) + transfer.seconds(hardware)
+        pools[RESHARD] = (models.training.spec.name, transfer.role.pool)
+    order = [phase for phase in phase_order(models.placement.megatron_roles) if phase in seconds]
+    return StepTime(
+        {phase: seconds[phase] for phase in order},
+        {phase: pools[phase] for phase in order},
+        tuple((phase,) for phase in order),
     )
 
 

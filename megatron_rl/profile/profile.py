@@ -201,7 +201,7 @@ def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Meas
     start_up = attempt.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
     hardware, planned, whole = with_run(measured.hardware, steps, config)
     # Ranks measure their phases themselves, without controller calls.
-    own = PlannedSteps(planned.config, hardware).seconds(*planned.mean_lengths)
+    own = PlannedSteps(planned.config, hardware).seconds(*planned.lengths)
     phases = {
         phase: (seconds, statistics.median(metrics.get(f"timing_s/{phase}", 0.0) for metrics in steps))
         for phase, seconds in own.items()
@@ -226,16 +226,14 @@ def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: P
         metrics["timing_s/step"] - sum(metrics.get(name, 0.0) for name in known) for metrics in steps
     )
     reshard = statistics.median(metrics.get("timing_s/reshard", 0.0) for metrics in steps)
-    number = sum(
-        calls(plan.models, step_load(run_config, plan.memory.tokens_of(plan.mean_lengths), plan.mean_lengths)).values()
-    )
+    number = sum(calls(plan.models, step_load(run_config, plan.memory.tokens_of(plan.lengths), plan.lengths)).values())
     overheads = replace(
         hardware.overheads,
         transition=max(0.0, reshard - plan.seconds["reshard"]),
         call=max(0.0, rest) / number / plan.models.placement.world_size,
     )
     fitted = replace(hardware, overheads=overheads)
-    return fitted, RunPlan.of(run_config, fitted, plan.mean_lengths), step
+    return fitted, RunPlan.of(run_config, fitted, plan.lengths), step
 
 
 NAMES = ("prompt", "response")

@@ -19,7 +19,6 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunBase, RunPools, take_folder
 from megatron_rl.observe.phase_watch import watching
-from megatron_rl.planning.batch_arithmetic import task_table
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.roles.reference import Reference
 from megatron_rl.tasks.stored_reference import StoredReference
@@ -73,7 +72,7 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         parts = (data, held_out, logger)
         kwargs = config.data.apply_chat_template_kwargs
         ends = end_token_notes(folder, kwargs, is_chat=tokenizer.chat_template is not None)
-        take_folder(opened, logger, parts, task_table(config), lines=data.notes, warnings=ends)
+        take_folder(opened, logger, parts, lines=data.notes, warnings=ends)
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         stored = StoredReference(logger.folder.start.path)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megatron_rl.errors import Violation, shown
 from megatron_rl.observe.summary import markdown_block, markdown_table, plain_table
-from megatron_rl.planning.plan_tables import amount
+from megatron_rl.planning.memory_report import amount
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.points import PlannedPoint
 from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit

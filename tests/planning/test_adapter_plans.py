@@ -18,8 +18,9 @@ from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.layout_search.pools import Pools
 from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
 from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.plan_sections import transition_rows
 from megatron_rl.planning.run_models import RunModels
-from megatron_rl.planning.run_plan import RunPlan, transition_rows
+from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.planning.time import ModelCost
 from megatron_rl.planning.transition import TransitionPlan
 

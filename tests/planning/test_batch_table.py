@@ -8,7 +8,7 @@ from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_mixture import MixtureCursor, PromptFile
 from megatron_rl.experience.batches import mini_batch_rows
-from megatron_rl.planning.batch_arithmetic import batch_table, repeat_notes
+from megatron_rl.planning.batch_arithmetic import batch_rows, repeat_notes
 
 
 def make_config(ranks: int, tp: int, pp: int, rollout_tp: int, prompts: int, n: int, mini: int, micro: int = 16):
@@ -24,7 +24,7 @@ def make_config(ranks: int, tp: int, pp: int, rollout_tp: int, prompts: int, n: 
 
 
 def values(config: RunConfig) -> dict[str, str]:
-    return {name: value for name, value, _ in batch_table(config)}
+    return {name: value for name, value, _ in batch_rows(config)}
 
 
 def test_sixty_prompts_on_six_ranks():
@@ -91,7 +91,7 @@ def test_a_smaller_last_mini_batch(mini, expected):
     assert tuple(table[name] for name in names) == expected
     rows = [len(batch) for batch in mini_batch_rows(60 * 12, mini * 12, 1, seed=None)]
     assert (str(len(rows)), str(rows[0])) == expected[:2]
-    notes = {name: note for name, _, note in batch_table(config)}
+    notes = {name: note for name, _, note in batch_rows(config)}
     assert ("the last of 10 prompts" in notes["mini-batches per epoch"]) == (mini == 25)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from model_folders import problems
 
-from megatron_rl.planning.batch_arithmetic import batch_table
+from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory import MemoryOfStage, plan_stages
 from megatron_rl.planning.memory_advice import cutting_sequences
@@ -87,7 +87,7 @@ def test_batch_table(config):
     """TP2 CP2 PP3 on 12 ranks are one share. Would not catch a share that the ranks do not get."""
     config.trainer.n_gpus_per_node = 12
     set_all(config, context_parallel_size=2)
-    table = {name: value for name, value, _ in batch_table(config)}
+    table = {name: value for name, value, _ in batch_rows(config)}
     assert (table["CP"], table["DP"]) == ("2", "1")
 
 
@@ -220,7 +220,7 @@ def test_all_ranks_get_the_rows_of_passes_that_choose(config):
     grid = RunModels(config).grid
     assert (grid.cp_size, grid.dp_size, grid.pack_sizes) == (4, 1, [1, 2])
     assert grid.pack_groups(2)[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    table = {name: value for name, value, _ in batch_table(config)}
+    table = {name: value for name, value, _ in batch_rows(config)}
     assert (table["CP"], table["DP"]) == ("up to 2", "2")
     config.actor_rollout_ref.actor.megatron.dynamic_context_parallel = False
     grid = RunModels(config).grid

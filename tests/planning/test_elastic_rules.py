@@ -9,8 +9,8 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.planning.plan_sections import elastic_notes
 from megatron_rl.planning.preflight import preflight
-from megatron_rl.planning.repair_notes import elastic_notes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ASYNC = Path("configs/async_cpu.yaml")

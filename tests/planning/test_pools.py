@@ -17,7 +17,7 @@ from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.parts import LayerBlock
-from megatron_rl.planning.batch_arithmetic import batch_table
+from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory import plan_pools, planned_memory
 from megatron_rl.planning.memory_advice import advice
@@ -194,7 +194,7 @@ def test_phases_take_what_their_pools_ranks_take(config):
     said = plan.as_json()
     assert said["time"]["pools"]["reshard"] == ["global_pool", "gen_pool"]
     assert said["time"]["critical_path"][:2] == ["reshard", "gen"]
-    assert {name: value for name, value, _ in batch_table(plan.config)}["ranks"] == "28"
+    assert {name: value for name, value, _ in batch_rows(plan.config)}["ranks"] == "28"
 
 
 def test_tables_say_who_runs_where(config):

@@ -17,11 +17,10 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory import plan_stages
-from megatron_rl.planning.plan_screen import screen_rows
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.run_plan import TaskPlan
 from megatron_rl.planning.step_load import RL_SHARE
-from megatron_rl.planning.task_plan import TaskPlan
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ACTOR = "actor_rollout_ref.actor"
@@ -206,4 +205,4 @@ def test_a_reference_that_follows_in_another_pool(config) -> None:
     scratch = found.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
     assert plan_stages(plan.models)[0].phases["reshard"]["exchange scratch"] == scratch
     assert plan.time.seconds["reshard"] == pytest.approx(share / 50e9 / 0.7 / 512, rel=0.1)
-    assert ("weights for reference", "17.64 GB", "every 512 steps, to a rank of other") in screen_rows(plan)
+    assert ("weights for reference", "17.64 GB", "every 512 steps, to a rank of other") in plan.rows()

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.delta_notes import delta_notes
 from megatron_rl.planning.memory import plan_pools
+from megatron_rl.planning.plan_sections import delta_notes
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_models import RunModels
 
