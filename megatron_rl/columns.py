@@ -26,7 +26,7 @@ ENTROPY, MASK = "choice of tokens by entropy", "mask of truncated responses"
 
 @dataclass(frozen=True)
 class Column:
-    """One column. dtype: torch's. maker: who fills it.
+    """One column. dtype: torch's, or `OBJECT` for a list of B Python values. maker: who fills it.
 
     readers: who reads it, passes of roles among them; estimators and losses name theirs where they are declared.
     """
@@ -83,7 +83,9 @@ TOKEN: Shape = "token"
 DRAWN: Shape = "sampled token"
 ROW: Shape = "row"
 ANSWER: Shape = "answer"
-F32, I64 = "float32", "int64"
+F32, I64, OBJECT = "float32", "int64", "object"
+PROMPT_COLUMNS = ("index", "sample", "uid", "data_source", "ground_truth", "extra_info", "raw_prompt")
+"""What a row has of its prompt, in addition to tokens. The controller alone reads it: no rank is sent it."""
 ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
 OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
 EXPERTS = "[B, (T), layers, K]: experts of the T <= L tokens that were read, in every layer that has experts"
@@ -93,7 +95,16 @@ TASKS = "records of reward and dpo"
 TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, LOG_PROBS_AT)
 COMPARED = ("losses that compare responses",)
 
+DATA, TASK = "data", ("rewards",)
+
 COLUMNS = ColumnTable(
+    Column("index", ROW, I64, DATA, (METRICS,), "the prompt's row over all files; seeds and sample tables name it"),
+    Column("sample", ROW, I64, DATA, (METRICS,), "number of the row among the samples of its prompt"),
+    Column("uid", ROW, I64, DATA, TASK, "equal for the samples of a prompt, failed episodes among them"),
+    Column("data_source", ROW, OBJECT, DATA, (*TASK, "teachers"), "the prompt's data source, a str"),
+    Column("ground_truth", ROW, OBJECT, DATA, TASK, "the expected answer, of any type"),
+    Column("extra_info", ROW, OBJECT, DATA, TASK, "the prompt's own dict"),
+    Column("raw_prompt", ROW, OBJECT, DATA, TASK, "the prompt as text or messages; absent: nobody reads text"),
     Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
     Column(
         "sampled",

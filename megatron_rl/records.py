@@ -2,7 +2,7 @@
 
 Legend: B rows (samples), P prompt tokens, L tokens of a row, of which N are sampled.
 `[B, (L)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
-Ranks are sent a `Batch`; `Prompts` stay on the controller. Both slice, index and join along B.
+Prompts are a `Batch` whose rows have no response. Columns of Python values stay on the controller.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, overload
 
 import torch
 
-from megatron_rl.columns import COLUMNS
+from megatron_rl.columns import COLUMNS, PROMPT_COLUMNS
 from megatron_rl.remote_columns import ColumnPiece, RemoteColumn
 
 Stored = torch.Tensor | RemoteColumn
 """A column: dense, ragged, or ragged and held where ranks made it."""
+AnyColumn = Stored | list[Any]
+"""A column of tensors, or of a Python value for each row, which no rank is sent."""
 
 
 def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -55,78 +57,6 @@ Conversation = str | list[dict[str, Any]]
 """A prompt in the form of its file: text, or messages with role and content."""
 
 
-@dataclass
-class Prompts:
-    """The prompts of one step, as tokens, with the arguments of the reward function.
-
-    index: int64 [B], row number in the dataset; identifies the prompt in seeds and sample tables.
-    sample: int64 [B], the number of this row among the `rollout.n` samples of its prompt.
-    prompt_ids: int64 [B, (P)].
-    data_source, ground_truth, extra_info: one per row (str, str, dict).
-    uid: int64 [B], equal for the samples of a group, which are compared with each other.
-    raw_prompt: one `Conversation` per row, if a reward model reads text; else None.
-    """
-
-    index: torch.Tensor
-    sample: torch.Tensor
-    prompt_ids: torch.Tensor
-    data_source: list[str]
-    ground_truth: list[Any]
-    extra_info: list[dict[str, Any]]
-    uid: torch.Tensor
-    raw_prompt: list[Conversation] | None = None
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.index)
-
-    def __getitem__(self, key: torch.Tensor | slice) -> Prompts:
-        """Return some rows; their tensors share no memory."""
-        rows = torch.arange(len(self))[key]
-
-        def taken(column: Any) -> Any:
-            return rows_of(column, rows) if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
-
-        columns: dict[str, Any] = {
-            name: None if column is None else taken(column) for name, column in vars(self).items()
-        }
-        return Prompts(**columns)
-
-    @staticmethod
-    def joined(parts: Sequence[Prompts]) -> Prompts:
-        """Return the rows of several records, one after the other; all must have the same columns."""
-
-        def join(columns: list[Any]) -> Any:
-            if isinstance(columns[0], torch.Tensor):
-                return joined_columns(columns)
-            return None if columns[0] is None else [value for column in columns for value in column]
-
-        columns: dict[str, Any] = {name: join([vars(part)[name] for part in parts]) for name in vars(parts[0])}
-        return Prompts(**columns)
-
-    def repeat(self, num_samples: int) -> Prompts:
-        """Each row `num_samples` times; samples of one row are adjacent, and `sample` counts a prompt's samples from 0.
-
-        If a prompt is in the batch twice (at the border of two epochs), `sample` continues counting, so that no two
-        samples share a seed. Every row here makes one group, so such a prompt has two: `uid` is the row's number.
-        """
-        rows = torch.arange(len(self)).repeat_interleave(num_samples)
-        repeated = self[rows]
-        repeated.uid = rows
-        num_samples_of: Counter[int] = Counter()
-        for row, index in enumerate(repeated.index.tolist()):
-            repeated.sample[row] = num_samples_of[index]
-            num_samples_of[index] += 1
-        return repeated
-
-    def one_per_group(self) -> Prompts:
-        """The first row of each group, in the order of `uid`."""
-        _, group = self.uid.unique(return_inverse=True)
-        rows = torch.arange(len(self))
-        first = torch.full((int(group.max()) + 1,), len(self)).scatter_reduce(0, group, rows, "amin")
-        return self[first]
-
-
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
@@ -150,13 +80,13 @@ class Batch:
     each True of `sampled`, in the row's order. Column arguments that are None are left out.
     """
 
-    def __init__(self, **columns: Stored | None) -> None:
+    def __init__(self, **columns: AnyColumn | None) -> None:
         """Raises ValueError as `add`."""
-        self._columns: dict[str, Stored] = {}
+        self._columns: dict[str, Any] = {}
         self._num_sampled: torch.Tensor | None = None
         self.add(**columns)
 
-    def add(self, columns: Batch | None = None, /, **named: Stored | None) -> None:
+    def add(self, columns: Batch | None = None, /, **named: AnyColumn | None) -> None:
         """Add columns, or replace them. Raises ValueError for a column that is not declared or does not fit."""
         added = {name: column for name, column in named.items() if column is not None}
         new = added if columns is None else columns._columns | added
@@ -199,10 +129,10 @@ class Batch:
         if isinstance(key, str):
             if key not in self:
                 raise ValueError(f"column {key} is needed before it was made, by: {COLUMNS[key].maker}")
-            column = self._columns[key]
+            column: Any = self._columns[key]
             return ragged_from_lengths(column.values(), column.lengths) if isinstance(column, RemoteColumn) else column
         rows = torch.arange(len(self))[key]
-        return self._like({name: stored_rows(column, rows) for name, column in self._columns.items()})
+        return self._like({name: rows_of_any(column, rows) for name, column in self._columns.items()})
 
     def get(self, name: str) -> torch.Tensor | None:
         """Return a column, or None if it does not exist."""
@@ -211,7 +141,13 @@ class Batch:
     def stored(self, name: str) -> Stored:
         """Return a column as it is here: one that its ranks hold is not read. Raises ValueError if it does not
         exist."""
-        return self._columns[name] if name in self else self[name]
+        column: Stored = self._columns[name] if name in self else self[name]
+        return column
+
+    def objects(self, name: str) -> list[Any]:
+        """Return a column of Python values, one for each row. Raises ValueError if it does not exist."""
+        column: Any = self[name]
+        return list(column)
 
     def flat(self, name: str) -> torch.Tensor:
         """Return the elements of a ragged column end to end. Raises ValueError for a column that does not exist."""
@@ -278,8 +214,8 @@ class Batch:
         routed = next((batch._columns["routed_experts"] for batch in batches if "routed_experts" in batch), None)
         if routed is not None:
             batches = [batch._with_experts_like(none_of(routed)) for batch in batches]
-        columns = {name: [batch.stored(name) for batch in batches] for name in batches[0].names}
-        return Batch._like({name: joined_stored(parts) for name, parts in columns.items()})
+        columns = {name: [batch._columns[name] for batch in batches] for name in batches[0].names}
+        return Batch._like({name: joined_of_any(parts) for name, parts in columns.items()})
 
     def _with_starts(self) -> Batch:
         mask = self["sampled"]
@@ -291,7 +227,7 @@ class Batch:
         return self._like({"routed_experts": unknown, **self._columns})
 
     @staticmethod
-    def _like(columns: dict[str, Stored]) -> Batch:
+    def _like(columns: dict[str, Any]) -> Batch:
         batch = Batch()
         batch._columns = columns
         return batch
@@ -312,13 +248,17 @@ def joined_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return ragged_from_lengths(torch.cat([part.values() for part in parts]), torch.cat([*map(row_lengths, parts)]))
 
 
-def stored_rows(column: Stored, rows: torch.Tensor) -> Stored:
+def rows_of_any(column: AnyColumn, rows: torch.Tensor) -> AnyColumn:
     """Return `rows_of` a column, which stays held if it is."""
+    if isinstance(column, list):
+        return [column[row] for row in rows.tolist()]
     return column.rows(rows) if isinstance(column, RemoteColumn) else rows_of(column, rows)
 
 
-def joined_stored(parts: Sequence[Stored]) -> Stored:
+def joined_of_any(parts: Sequence[Any]) -> AnyColumn:
     """Return `joined_columns`, which are held if one of them is."""
+    if isinstance(parts[0], list):
+        return [value for part in parts for value in part]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts):
         return joined_columns(tensors)
@@ -405,6 +345,40 @@ def single_turn(input_ids: torch.Tensor, num_sampled: torch.Tensor, **columns: t
     place = places_in_rows(lengths)
     sampled = place >= (lengths - num_sampled).repeat_interleave(lengths)
     return Batch(input_ids=input_ids, sampled=ragged_from_lengths(sampled, lengths), **columns)
+
+
+def prompts_of(rows: Batch) -> Batch:
+    """Return the prompts of rows: what stands before their first sampled token, and the columns of prompts."""
+    prompts = rows.select("input_ids", *PROMPT_COLUMNS)
+    if "sampled" in rows:
+        lengths, num_read = row_lengths(rows["input_ids"]), first_true(rows["sampled"])
+        is_read = places_in_rows(lengths) < num_read.repeat_interleave(lengths)
+        prompts.add(input_ids=ragged_from_lengths(rows.flat("input_ids")[is_read], num_read))
+    return prompts
+
+
+def repeated(prompts: Batch, num_samples: int) -> Batch:
+    """Return each prompt `num_samples` times; samples of one row are adjacent, and `sample` counts a prompt's from 0.
+
+    If a prompt is in the batch twice (at the border of two epochs), `sample` continues counting, so that no two
+    samples share a seed. Every row here makes one group, so such a prompt has two: `uid` is the row's number.
+    """
+    rows = torch.arange(len(prompts)).repeat_interleave(num_samples)
+    samples = prompts[rows]
+    num_samples_of: Counter[int] = Counter()
+    numbers = []
+    for index in samples["index"].tolist():
+        numbers.append(num_samples_of[index])
+        num_samples_of[index] += 1
+    samples.add(uid=rows, sample=torch.tensor(numbers, dtype=torch.int64))
+    return samples
+
+
+def one_per_group(rows: Batch) -> Batch:
+    """Return the first row of each group of `uid`, in the order of `uid`."""
+    _, group = rows["uid"].unique(return_inverse=True)
+    first = torch.full((int(group.max()) + 1,), len(rows))
+    return rows[first.scatter_reduce(0, group, torch.arange(len(rows)), "amin")]
 
 
 def answer_rows(batch: Batch) -> Batch:

@@ -12,10 +12,12 @@ from megatron_rl.experience.micro_batches import lengths_in_blocks, micro_batche
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.records import (
     Batch,
-    Prompts,
     conversations,
+    one_per_group,
+    prompts_of,
     ragged,
     ragged_from_lengths,
+    repeated,
     row_lengths,
     single_turn,
 )
@@ -33,10 +35,10 @@ def as_lists(batch):
 
 
 def three_prompts():
-    return Prompts(
+    return Batch(
         index=torch.tensor([7, 8, 9]),
         sample=torch.tensor([0, 0, 0]),
-        prompt_ids=tokens([[1, 2], [3], [4, 5, 6]]),
+        input_ids=tokens([[1, 2], [3], [4, 5, 6]]),
         data_source=["a", "b", "c"],
         ground_truth=["x", "y", "z"],
         extra_info=[{"k": 1}, {"k": 2}, {"k": 3}],
@@ -74,20 +76,32 @@ def test_ragged_refuses_nothing():
 
 def test_repeat_keeps_samples_of_a_prompt_together():
     """Two samples each of three prompts. Would not catch samples that share a dict."""
-    repeated = three_prompts().repeat(2)
-    assert repeated.index.tolist() == [7, 7, 8, 8, 9, 9]
-    assert repeated.sample.tolist() == [0, 1, 0, 1, 0, 1]
-    assert repeated.uid.tolist() == [0, 0, 1, 1, 2, 2]
-    assert as_lists(repeated.prompt_ids) == [[1, 2], [1, 2], [3], [3], [4, 5, 6], [4, 5, 6]]
-    assert list(repeated.ground_truth) == ["x", "x", "y", "y", "z", "z"]
+    twice = repeated(three_prompts(), 2)
+    assert twice["index"].tolist() == [7, 7, 8, 8, 9, 9]
+    assert twice["sample"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert twice["uid"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert as_lists(twice["input_ids"]) == [[1, 2], [1, 2], [3], [3], [4, 5, 6], [4, 5, 6]]
+    assert twice.objects("ground_truth") == ["x", "x", "y", "y", "z", "z"]
 
 
 def test_repeat_goes_on_counting_a_prompt_held_twice():
     """Prompt 7 in rows 0 and 2 gets samples 0 to 3, in two groups, so seeds differ. Would not catch two batches."""
-    repeated = three_prompts()[torch.tensor([0, 1, 0])].repeat(2)
-    assert repeated.index.tolist() == [7, 7, 8, 8, 7, 7]
-    assert repeated.sample.tolist() == [0, 1, 0, 1, 2, 3]
-    assert repeated.uid.tolist() == [0, 0, 1, 1, 2, 2]
+    twice = repeated(three_prompts()[torch.tensor([0, 1, 0])], 2)
+    assert twice["index"].tolist() == [7, 7, 8, 8, 7, 7]
+    assert twice["sample"].tolist() == [0, 1, 0, 1, 2, 3]
+    assert twice["uid"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_prompt_is_a_row_without_its_response():
+    """The prompts of answered rows are what they were, and one of each group is left. Would not catch a response of
+    several turns, whose observations are not the prompt's.
+    """
+    asked = repeated(three_prompts(), 2)
+    answered = [torch.cat([ids, torch.tensor([50 + row])]) for row, ids in enumerate(asked["input_ids"].unbind())]
+    rows = single_turn(ragged(answered), torch.ones(6, dtype=torch.int64), **{n: asked[n] for n in ("uid", "index")})
+    again = one_per_group(prompts_of(rows))
+    assert as_lists(again["input_ids"]) == [[1, 2], [3], [4, 5, 6]] and again["index"].tolist() == [7, 8, 9]
+    assert set(again.names) == {"input_ids", "index", "uid"}
 
 
 @modest
@@ -104,19 +118,19 @@ def test_rows_stay_whole_under_slicing_indexing_and_concatenation(data):
         elif kind == "index":
             prompts = prompts[torch.tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4)))]
         else:
-            prompts = Prompts.joined([prompts[count - 1 :], prompts])
+            prompts = Batch.joined([prompts[count - 1 :], prompts])
     rows = {7: ([1, 2], "a", "x", {"k": 1}), 8: ([3], "b", "y", {"k": 2}), 9: ([4, 5, 6], "c", "z", {"k": 3})}
-    expected = [rows[index] for index in prompts.index.tolist()]
-    fields = (as_lists(prompts.prompt_ids), prompts.data_source, prompts.ground_truth, prompts.extra_info)
+    expected = [rows[index] for index in prompts["index"].tolist()]
+    fields = (as_lists(prompts["input_ids"]), *map(prompts.objects, ("data_source", "ground_truth", "extra_info")))
     assert list(zip(*map(list, fields), strict=True)) == expected
-    assert prompts.prompt_ids.values().tolist() == [token for ids, *_ in expected for token in ids]
+    assert prompts.flat("input_ids").tolist() == [token for ids, *_ in expected for token in ids]
 
 
 def test_pickle_keeps_ragged_rows():
     """Records travel between processes by pickle. Would not catch a pickle that carries the whole batch's storage."""
     copy = pickle.loads(pickle.dumps(three_prompts()[1:]))
-    assert as_lists(copy.prompt_ids) == [[3], [4, 5, 6]]
-    assert list(copy.extra_info) == [{"k": 2}, {"k": 3}]
+    assert as_lists(copy["input_ids"]) == [[3], [4, 5, 6]]
+    assert copy.objects("extra_info") == [{"k": 2}, {"k": 3}]
 
 
 def test_each_pass_reads_its_columns():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_rl.cluster.rank_messages import Payload
+from megatron_rl.columns import COLUMNS, OBJECT
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork, share_out, share_out_prompts
 from megatron_rl.records import Batch, first_true, prompt_numbers, row_lengths
@@ -173,6 +174,8 @@ def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
         return value.chunks[number]
     if not isinstance(value, Batch):
         return value
+    if objects := [name for name in value.names if COLUMNS[name].dtype == OBJECT]:
+        raise ValueError(f"ranks are sent tensors alone, and this call has {', '.join(objects)}: send `read_by` of it")
     rows = value[start:stop] if start < stop else value[:1]
     return rows.neutral() if start == stop else rows
 

@@ -51,7 +51,7 @@ def _evaluate_once(repairs: Repairs, local: bool) -> dict[str, dict[str, Any]]:
     with open_run(repairs, local) as run, storing("the evaluation", folder):
         replace_file(folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
         num_samples, is_scored = config.actor_rollout_ref.rollout.val_kwargs.n, has_scores(config)
-        numbers = run.validation.data.batch(range(len(run.validation.data))).index.tolist()
+        numbers = run.validation.data.batch(range(len(run.validation.data)))["index"].tolist()
         file = AnswersFile(folder / ANSWERS_FILE, num_samples, frozenset(numbers), is_scored)
         is_there = {row["index"] for row in file.whole_rows()}
         left = [place for place, number in enumerate(numbers) if number not in is_there]
@@ -83,8 +83,8 @@ def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
     """One line per response, JSON-ready: its prompt's row number, its number among the prompt's responses, texts, the
     number of its tokens, whether it was cut off, and where something scores: score, acc, pred, failure and extras.
     """
-    prompts, scored = batch.prompts, batch.all_scored
-    table = scored.table(prompt_texts(run.logger.tokenizer, prompts), 0)
+    rows, scored = batch.rows, batch.all_scored
+    table = scored.table(prompt_texts(run.logger.tokenizer, rows), 0)
     is_scored = has_scores(run.config)
     accuracies = scored.variables().get("acc") if is_scored else None
     lines = []
@@ -94,8 +94,8 @@ def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
             content = {name: content[name] for name in ("input", "output", "data_source")}
         if accuracies is not None:
             content["acc"] = accuracies[row]
-        place = {"index": int(prompts.index[row]), "sample": int(prompts.sample[row])}
-        drawn = {"num_tokens": int(batch.rows.num_sampled[row]), "is_cut_off": bool(batch.rows["truncated"][row])}
+        place = {"index": int(rows["index"][row]), "sample": int(rows["sample"][row])}
+        drawn = {"num_tokens": int(rows.num_sampled[row]), "is_cut_off": bool(rows["truncated"][row])}
         lines.append(finite_or_null(place | content | drawn))
     return lines
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from megatron_rl.columns import PROMPT_COLUMNS
 from megatron_rl.config.algorithms import policy_agg_mode
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_logger import RunLogger, prompt_texts
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.observe.sample_files import GREEDY, SAMPLES_FOLDER, Column, RecordedStep, write_step
-from megatron_rl.records import Batch, elements_of, row_lengths
+from megatron_rl.records import Batch, elements_of, prompts_of, row_lengths
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 LOSS_TERMS = "loss_terms"
@@ -30,9 +31,9 @@ def record_samples(logger: RunLogger, batch: SampledBatch) -> None:
 
 def recorded_step(logger: RunLogger, batch: SampledBatch, number: int) -> RecordedStep:
     """Return the samples of the first `number` prompts, -1: of all, once the step has updated."""
-    chosen = first_prompts(batch.prompts.uid, number)
+    chosen = first_prompts(batch.rows["uid"], number)
     terms, sampled = loss_terms(batch.rows, logger.config), batch.rows.num_sampled
-    prompts, scored = batch.prompts[chosen], batch.all_scored[chosen]
+    prompts, scored = prompts_of(batch.rows)[chosen], batch.all_scored[chosen]
     columns = {LOSS_TERMS: terms[elements_of(chosen, sampled)].numpy()}
     lengths = {LOSS_TERMS: sampled[chosen].numpy()}
     greedy = batch.greedy if len(chosen) == len(batch.rows) else None
@@ -42,12 +43,12 @@ def recorded_step(logger: RunLogger, batch: SampledBatch, number: int) -> Record
             if sizes is not None:
                 lengths[prefix + name] = sizes
     table = scored.table(prompt_texts(logger.tokenizer, prompts), batch.step)
-    places = zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
+    places = zip(prompts["index"].tolist(), prompts["sample"].tolist(), strict=True)
     texts = token_texts(logger, columns["input_ids"], lengths["input_ids"])
     for row, (index, sample), tokens in zip(table, places, texts, strict=True):
         row |= {"index": index, "sample": sample, "tokens": tokens}
-    if prompts.raw_prompt is not None:
-        for row, prompt in zip(table, prompts.raw_prompt, strict=True):
+    if "raw_prompt" in prompts:
+        for row, prompt in zip(table, prompts.objects("raw_prompt"), strict=True):
             row["prompt"] = prompt
     totals = {"loss": float(terms.sum()), "loss_magnitude": float(terms.abs().sum())}
     return RecordedStep(batch.step, len(batch.rows), columns, lengths, table, totals)
@@ -85,11 +86,11 @@ def loss_terms(rows: Batch, config: RunConfig) -> torch.Tensor:
 def recorded_columns(rows: Batch, chosen: torch.Tensor | None = None) -> Iterator[tuple[str, Column, Column | None]]:
     """Yield (name, values, elements in each row or None) of columns, of the chosen rows (int64) or of all.
 
-    Tensors of several numbers for a token, such as a teacher's, are left out, but for experts, which a step on the
-    record needs.
+    Columns of prompts are in the table of samples. Tensors of several numbers for a token, such as a teacher's, are
+    left out, but for experts, which a step on the record needs.
     """
     numbers = torch.arange(len(rows)) if chosen is None else chosen
-    for name in rows.names:
+    for name in rows.without(*PROMPT_COLUMNS).names:
         if not rows.stored(name).is_nested:
             yield name, rows[name][numbers].numpy(), None
         elif rows.stored(name).dim() == 2 or name == "routed_experts":

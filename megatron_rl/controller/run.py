@@ -113,7 +113,7 @@ class Run(RunBase):
             self.logger.watch.planned = {name.removeprefix(PLANNED): value for name, value in planned.items()}
             for sentence in departures:
                 self.logger.warn(sentence)
-        self.logger.save_samples(self.config.trainer.rollout_data_dir, batch.prompts, scored, batch.step)
+        self.logger.save_samples(self.config.trainer.rollout_data_dir, batch.rows, scored, batch.step)
         record_samples(self.logger, batch)
         if not validates(self.config.trainer):
             self.validation.take_parity_rows(batch.rows)

@@ -30,7 +30,7 @@ from megatron_rl.observe.step_line import TimeLeft, step_line
 from megatron_rl.observe.summary import write_sample_table
 from megatron_rl.observe.terminal import Announcer, Terminal
 from megatron_rl.observe.updates import SkippedUpdates, update_means
-from megatron_rl.records import Batch, Prompts, first_true
+from megatron_rl.records import Batch, first_true, prompts_of
 from megatron_rl.roles.host import RankHost
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 
@@ -185,25 +185,25 @@ class RunLogger(Announcer):
                 metrics[name] = max(value, metrics.get(name, 0.0))
         return metrics
 
-    def save_samples(self, folder: str | None, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
+    def save_samples(self, folder: str | None, rows: Batch, scored: ScoredAnswers, step: int) -> None:
         """Write a table of the responses to `folder`, if one is configured; warns if that fails."""
         if folder is not None:
-            questions = prompt_texts(self.tokenizer, prompts)
+            questions = prompt_texts(self.tokenizer, rows)
             try:
                 write_sample_table(Path(folder), step, scored.table(questions, step))
             except OSError as error:
                 self.warn(f"{folder} is missing the table of step {step}: {error}")
 
-    def save_generations(self, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
+    def save_generations(self, rows: Batch, scored: ScoredAnswers, step: int) -> None:
         """Log `trainer.log_val_generations` responses of a validation, of the same rows every time."""
-        number = min(self.config.trainer.log_val_generations, len(prompts))
+        number = min(self.config.trainer.log_val_generations, len(rows))
         if not number:
             return
-        chosen = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(self.config.trainer.seed))
-        rows = chosen[:number].sort().values
-        self.save_samples(str(self.folder.path / "val_generations"), prompts[rows], scored[rows], step)
-        questions = prompt_texts(self.tokenizer, prompts[rows])
-        self._warn_of(self._services.log_samples(scored[rows].table(questions, step), step))
+        chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.config.trainer.seed))
+        kept = chosen[:number].sort().values
+        self.save_samples(str(self.folder.path / "val_generations"), rows[kept], scored[kept], step)
+        questions = prompt_texts(self.tokenizer, rows[kept])
+        self._warn_of(self._services.log_samples(scored[kept].table(questions, step), step))
 
     def skip_validation(self, step: int) -> None:
         """Record, and warn, that the validation due after `step` waits until the run is resumed."""
@@ -235,9 +235,9 @@ class RunLogger(Announcer):
             self.progress.step(step, value, accuracy, metrics["timing_s/step"], what)
 
 
-def prompt_texts(tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> list[str]:
-    """Return the texts of prompts."""
-    prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
+def prompt_texts(tokenizer: PreTrainedTokenizerBase, rows: Batch) -> list[str]:
+    """Return the texts of the prompts of rows."""
+    prompt_ids = [ids.tolist() for ids in prompts_of(rows)["input_ids"].unbind()]
     return list(tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
 
 

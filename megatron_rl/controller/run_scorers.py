@@ -121,8 +121,8 @@ class PromptFeedback:
         self._batch = batch
 
     def take(self) -> Batch:
-        prompts, scored = self._batch.prompts, self._batch.all_scored
-        self._sampler.update(prompts.index.tolist(), scored.scores.tolist())
+        rows, scored = self._batch.rows, self._batch.all_scored
+        self._sampler.update(rows["index"].tolist(), scored.scores.tolist())
         return Batch()
 
 

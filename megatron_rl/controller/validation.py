@@ -11,7 +11,7 @@ from megatron_rl.config.steps import is_validation_step, validates
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.observe.validation_metrics import validation_metrics
-from megatron_rl.records import Batch
+from megatron_rl.records import Batch, repeated
 from megatron_rl.sampling.sampler import Sampler
 from megatron_rl.scoring.batch_scorers import Scorer, score
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -74,16 +74,16 @@ class PromptValidation(Validation):
         """Validate now; keeps mean reward, mean accuracy and a few rows."""
         with self.logger.clock.phase("testing"):
             batch = self.answered(range(len(self.data)), step)
-            scored, prompts = batch.all_scored, batch.prompts
-            self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
-            self.logger.save_generations(prompts, scored, step)
-            variables = scored.variables() | {"reward": batch.rows["scores"].tolist()}
+            scored, rows = batch.all_scored, batch.rows
+            self.logger.save_samples(self.config.trainer.validation_data_dir, rows, scored, step)
+            self.logger.save_generations(rows, scored, step)
+            variables = scored.variables() | {"reward": rows["scores"].tolist()}
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
                 self.logger.accuracies.append(mean(variables["acc"]))
-            self.take_parity_rows(batch.rows)
-            sources, predictions = list(prompts.data_source), scored.predictions()
-            metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
+            self.take_parity_rows(rows)
+            sources, predictions = rows.objects("data_source"), scored.predictions()
+            metrics = validation_metrics(sources, rows["index"].tolist(), variables, predictions)
         metrics |= {f"val-aux/{name}": value for name, value in batch.metrics.items()}
         return metrics | self.logger.clock.take("testing")
 
@@ -103,8 +103,8 @@ class PromptValidation(Validation):
 
     def answered(self, prompts: Sequence[int], step: int) -> SampledBatch:
         """Responses, with their scores, to the held-out prompts with these numbers, each `val_kwargs.n` times."""
-        repeated = self.data.batch(prompts).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        batch = SampledBatch(step, *self.sampler.answer(repeated, self.sampler.val_sampling()))
+        asked = repeated(self.data.batch(prompts), self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        batch = SampledBatch(step, self.sampler.answer(asked, self.sampler.val_sampling()))
         score(self.scorers, batch)
         return batch
 

@@ -11,7 +11,6 @@ import hashlib
 from array import array
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from megatron_rl.data.row_files import Row, column_forms, needed_value, read_row
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError
-from megatron_rl.records import Conversation, Prompts, ragged
+from megatron_rl.records import Batch, Conversation, ragged_from_lengths
 
 TOKENIZER_ARGUMENTS = {"padding", "truncation", "max_length"}
 """Arguments of `apply_chat_template` that are the tokenizer's, and not the template's."""
@@ -43,15 +42,6 @@ class PromptRow(NamedTuple):
 
 
 Located = tuple[RowPlace, PromptRow]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A usable prompt. index: row number over all files, filtered rows included."""
-
-    index: int
-    token_ids: torch.Tensor
-    row: PromptRow
 
 
 class PromptDataset:
@@ -81,51 +71,52 @@ class PromptDataset:
         """
         self.files: list[PromptFile] = []
         self.keeps_text = keeps_text
-        self._prompts: list[Prompt] = []
-        offset = 0
+        numbers, kept_rows, kept_ids, offset = list[int](), list[PromptRow](), list[list[int]](), 0
         seed = data_config.seed if data_config.shuffle else None
         for path, file_rows in zip(paths, chosen_rows(paths, max_samples, seed), strict=True):
             rows = read_prompts(path, data_config, is_judged, file_rows)
             prompt_ids = tokenise(path, rows, tokenizer, data_config)
             refuse_unusable_tokens(rows, prompt_ids, data_config.prompt_key, vocab_size)
-            prompts = [
-                Prompt(offset + place.row, torch.tensor(cut(ids, data_config)), row)
-                for (place, row), ids in short_enough(path, rows, prompt_ids, data_config)
-            ]
-            self.files.append(PromptFile(path, len(prompts), _digests(prompts)))
-            self._prompts += prompts
+            usable = short_enough(path, rows, prompt_ids, data_config)
+            own_rows, own_ids = [row for (_, row), _ in usable], [cut(ids, data_config) for _, ids in usable]
+            self.files.append(PromptFile(path, len(usable), _digests(own_rows, own_ids)))
+            numbers += [offset + place.row for (place, _), _ in usable]
+            kept_rows += own_rows
+            kept_ids += own_ids
             offset += len(rows) if file_rows.chosen is None else file_rows.num_rows
+        self._rows = _batch(numbers, kept_rows, kept_ids)
 
     def __len__(self) -> int:
         """The number of usable prompts."""
-        return len(self._prompts)
+        return len(self._rows)
 
     @property
     def data_sources(self) -> set[str]:
         """The data sources of all prompts."""
-        return {prompt.row.data_source for prompt in self._prompts}
+        return set(self._rows.objects("data_source"))
 
     @property
     def are_chats(self) -> set[bool]:
         """Whether its prompts are messages, whether they are texts, or both."""
-        return {not isinstance(prompt.row.prompt, str) for prompt in self._prompts}
+        return {not isinstance(prompt, str) for prompt in self._rows.objects("raw_prompt")}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One dict for each prompt, with index, data_source, ground_truth and extra_info."""
-        names = ("data_source", "ground_truth", "extra_info")
-        return [
-            {"index": prompt.index} | {name: getattr(prompt.row, name) for name in names} for prompt in self._prompts
-        ]
+        names = ("index", "data_source", "ground_truth", "extra_info")
+        columns = (self._rows["index"].tolist(), *map(self._rows.objects, names[1:]))
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def texts(self, data_sources: Collection[str] | None = None) -> tuple[list[Conversation], list[list[int]]]:
         """The prompts of these data sources, or of all, as their files have them, and their tokens."""
         kept = self._of_sources(data_sources)
-        return [prompt.row.prompt for prompt in kept], [prompt.token_ids.tolist() for prompt in kept]
+        return kept.objects("raw_prompt"), [ids.tolist() for ids in kept["input_ids"].unbind()] if len(kept) else []
 
-    def _of_sources(self, data_sources: Collection[str] | None) -> list[Prompt]:
+    def _of_sources(self, data_sources: Collection[str] | None) -> Batch:
         """The prompts of these data sources, or of all."""
-        return [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
+        sources = enumerate(self._rows.objects("data_source"))
+        kept = [row for row, source in sources if data_sources is None or source in data_sources]
+        return self._rows[torch.tensor(kept, dtype=torch.int64)]
 
     def prompts_at(
         self,
@@ -142,48 +133,54 @@ class PromptDataset:
         """
         (key_name, name), (most_name, limit) = key, most
         kept = self._of_sources(data_sources)
-        if lacking := [prompt.index for prompt in kept if not prompt.row.extra_info.get(name)]:
+        numbers = kept["index"].tolist()
+        sent = [info.get(name) for info in kept.objects("extra_info")]
+        if lacking := [number for number, prompt in zip(numbers, sent, strict=True) if not prompt]:
             raise ConfigError(
                 f"{key_name}={name} must be an entry of extra_info of every prompt that is taught, and "
                 f"{len(lacking)} of {len(kept)} do not have it; the first is row {lacking[0]}"
             )
         rows = [
-            (RowPlace(key_name, p.index), p.row._replace(prompt=as_sent(p.row.extra_info[name], data_config)))
-            for p in kept
+            (RowPlace(key_name, number), PromptRow(as_sent(prompt, data_config), "", None, {}))
+            for number, prompt in zip(numbers, sent, strict=True)
         ]
         token_ids = tokenise(f"extra_info.{name}", rows, tokenizer, data_config)
-        if long := [prompt.index for prompt, ids in zip(kept, token_ids, strict=True) if len(ids) > limit]:
+        if long := [number for number, ids in zip(numbers, token_ids, strict=True) if len(ids) > limit]:
             longest = max(map(len, token_ids))
             raise ConfigError(
                 f"{most_name}={limit} must be at least {longest}, the tokens of the longest one in extra_info.{name}; "
                 f"{len(long)} of {len(kept)} are longer, the first is row {long[0]}; try: {most_name}={longest}"
             )
-        return {prompt.index: torch.tensor(ids) for prompt, ids in zip(kept, token_ids, strict=True)}
+        return {number: torch.tensor(ids) for number, ids in zip(numbers, token_ids, strict=True)}
 
     def places(self, numbers: Sequence[int]) -> list[int | None]:
-        """The argument of `batch` for each row number over all files (`Prompts.index`); None for a row that is none of
+        """The argument of `batch` for each row number over all files (column `index`); None for a row that is none of
         the usable prompts.
         """
-        places = {prompt.index: place for place, prompt in enumerate(self._prompts)}
+        places = {number: place for place, number in enumerate(self._rows["index"].tolist())}
         return [places.get(number) for number in numbers]
 
-    def batch(self, indices: Sequence[int]) -> Prompts:
-        """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The prompts at `indices` (each in [0, len(self)), at least one) as B = len(indices) rows without a response.
 
-        `Prompts.index` is the row number over all files, which filtering does not change; `sample` is 0. Every row
-        is a group.
+        `index` is the row number over all files, which filtering does not change; `sample` is 0. Every row is a group.
         """
-        prompts = [self._prompts[i] for i in indices]
-        return Prompts(
-            index=torch.tensor([prompt.index for prompt in prompts]),
-            sample=torch.zeros(len(indices), dtype=torch.int64),
-            prompt_ids=ragged([prompt.token_ids for prompt in prompts]),
-            data_source=[prompt.row.data_source for prompt in prompts],
-            ground_truth=[prompt.row.ground_truth for prompt in prompts],
-            extra_info=[prompt.row.extra_info for prompt in prompts],
-            uid=torch.arange(len(indices)),
-            raw_prompt=[prompt.row.prompt for prompt in prompts] if self.keeps_text else None,
-        )
+        prompts = self._rows[torch.tensor(indices, dtype=torch.int64)]
+        prompts.add(sample=torch.zeros(len(indices), dtype=torch.int64), uid=torch.arange(len(indices)))
+        return prompts if self.keeps_text else prompts.without("raw_prompt")
+
+
+def _batch(numbers: Sequence[int], rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> Batch:
+    """Rows without a response. numbers: over all files, rows included that are not used."""
+    tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
+    return Batch(
+        index=torch.tensor(numbers, dtype=torch.int64),
+        input_ids=ragged_from_lengths(tokens, torch.tensor([len(ids) for ids in token_ids], dtype=torch.int64)),
+        data_source=[row.data_source for row in rows],
+        ground_truth=[row.ground_truth for row in rows],
+        extra_info=[row.extra_info for row in rows],
+        raw_prompt=[row.prompt for row in rows],
+    )
 
 
 def read_prompts(path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows = ALL_ROWS) -> list[Located]:
@@ -356,12 +353,11 @@ def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def _digests(prompts: Sequence[Prompt]) -> dict[str, str]:
+def _digests(rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> dict[str, str]:
     """Name of what is compared when a run resumes -> a digest of it over these prompts, in order."""
     digests = {name: hashlib.sha256() for name in ("tokens", "data sources", "ground truths", "extra_info")}
-    for prompt in prompts:
-        row = prompt.row
-        digests["tokens"].update(array("q", [len(prompt.token_ids), *prompt.token_ids.tolist()]).tobytes())
+    for row, ids in zip(rows, token_ids, strict=True):
+        digests["tokens"].update(array("q", [len(ids), *ids]).tobytes())
         columns = {"data sources": row.data_source, "ground truths": row.ground_truth, "extra_info": row.extra_info}
         for name, value in columns.items():
             digests[name].update(f"{value!r}\n".encode("utf-8", "backslashreplace"))

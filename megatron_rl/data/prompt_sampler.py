@@ -47,7 +47,7 @@ class PromptSampler:
         return PrefetchedBatches(self._begun, self._draw)
 
     def update(self, index: Sequence[int], scores: Sequence[float]) -> None:
-        """Say what the responses of a step have scored. index: of their prompts, see `Prompts`. Raises RewardError."""
+        """Say what the responses of a step have scored. index: numbers of their prompts. Raises RewardError."""
         with reward_errors(f"update of {self._name}"):
             self._sampler.update([self._positions[number] for number in index], list(scores))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megatron_rl.data.prompt_mixture import MixtureCursor, PromptCursor
 from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.errors import RewardError
-from megatron_rl.records import Batch, Prompts, Sampling
+from megatron_rl.records import Batch, Sampling
 from megatron_rl.sampling.filtered_requests import FilteredGroups
 from megatron_rl.sampling.group_judge import GroupJudge
 from megatron_rl.sampling.group_map import requests_of_groups
@@ -25,17 +25,17 @@ class GroupPrompts:
     def __init__(
         self,
         cursor: MixtureCursor | PromptSampler,
-        read: Callable[[PromptCursor], Prompts],
+        read: Callable[[PromptCursor], Batch],
         num_groups: int,
         first_group: int,
     ) -> None:
         """read: the next batch of generation of a cursor, `num_groups` groups. first_group: where `cursor` stands."""
         self._cursor, self._ahead, self._read = cursor, cursor.ahead(), read
         self._num_groups, self._first, self._next = num_groups, first_group, first_group
-        self._batches: dict[int, Prompts] = {}
+        self._batches: dict[int, Batch] = {}
         self._first_after: dict[int, int] = {}
 
-    def of(self, group: int) -> tuple[Prompts, range]:
+    def of(self, group: int) -> tuple[Batch, range]:
         """Return the prompts of a group's batch of generation, and the group's rows there."""
         while self._next <= group:
             self._batches[self._next] = self._read(self._ahead)
@@ -123,16 +123,16 @@ class FilteredBatches:
                 )
         return has_judged
 
-    def take(self, step: int, queue: RequestQueue) -> tuple[SampledBatch, Prompts, Batch]:
-        """The complete batch of a step, and prompts and rows of all groups that were finished for it. Raises
-        RewardError if nothing in the batch could be scored.
+    def take(self, step: int, queue: RequestQueue) -> tuple[SampledBatch, Batch]:
+        """The complete batch of a step, and the rows of all groups that were finished for it. Raises RewardError if
+        nothing in the batch could be scored.
         """
         num_kept = len(self.groups.kept(step))
         if num_kept < self.rules.kept_groups and step == self.rules.first_step:
             begun = self.groups.num_begun(step)
             share = share_text(num_kept, begun, begun / self.rules.num_groups)
             self._warn(f"{share}: groups that are not kept fill up the {self.rules.kept_groups} of the step")
-        prompts, rows, _ = queue.batch(step)
+        rows, _ = queue.batch(step)
         chosen = self.groups.of(step)
         scored = self.judge.scores(chosen)
         if self._stops and all(outcome.failure for outcome in scored.outcomes):
@@ -140,7 +140,7 @@ class FilteredBatches:
             raise RewardError(f"none of {number} samples could be scored; the first: {scored.first_failure}")
         dropped = [group for group in self.groups.dropped(step) if group in self.groups.verdicts]
         ended = sorted([*chosen, *dropped])
-        all_prompts, all_rows = self.answers.rows(requests_of_groups(ended, self.rules.group_size))
+        all_rows = self.answers.rows(requests_of_groups(ended, self.rules.group_size))
         num_trained, num_all = int(rows.num_sampled.sum()), int(all_rows.num_sampled.sum())
         metrics = {
             "train/num_gen_batches": self.groups.num_begun(step) / self.rules.num_groups,
@@ -150,8 +150,7 @@ class FilteredBatches:
         self.judge.forget(ended)
         self.prompts.trained(step, self.groups.first_live(step))
         requests = self.groups.requests_of(step)
-        batch = SampledBatch(step, prompts, rows, scored=scored, metrics=metrics, requests=requests)
-        return batch, all_prompts, all_rows
+        return SampledBatch(step, rows, scored=scored, metrics=metrics, requests=requests), all_rows
 
 
 def share_text(num_kept: int, num_groups: int, num_batches: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch
 from megatron_rl.sampling.group_map import requests_of_groups
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.schedule_types import Verdict
@@ -34,8 +34,8 @@ def differing(scores: Tensor, groups: Tensor) -> Tensor:
     return (largest > smallest)[index]
 
 
-Keeps = Callable[[Prompts, Batch, ScoredAnswers], torch.Tensor]
-"""(prompts, responses and scores of some groups, B rows) -> bool [B], whether the group of each row is kept."""
+Keeps = Callable[[Batch, ScoredAnswers], torch.Tensor]
+"""(rows and scores of some groups, B rows) -> bool [B], whether the group of each row is kept."""
 
 
 class GroupJudge:
@@ -63,8 +63,8 @@ class GroupJudge:
         chosen = sorted(self._verdicts.unjudged if groups is None else groups)
         if not chosen:
             return False
-        prompts, rows, scored = self._score(chosen)
-        kept = self._keeps(prompts, rows, scored).tolist()
+        rows, scored = self._score(chosen)
+        kept = self._keeps(rows, scored).tolist()
         for place, group in enumerate(chosen):
             own = torch.arange(place * self._size, (place + 1) * self._size)
             self._scored[group] = scored[own]
@@ -85,7 +85,7 @@ class GroupJudge:
         """Return the scores of groups that have a verdict. A checkpoint does not have them: they are made again."""
         missing = [group for group in groups if group not in self._scored]
         if missing:
-            scored = self._score(missing)[2]
+            scored = self._score(missing)[1]
             for place, group in enumerate(missing):
                 self._scored[group] = scored[torch.arange(place * self._size, (place + 1) * self._size)]
         return join([self._scored[group] for group in groups])
@@ -95,11 +95,11 @@ class GroupJudge:
         for group in groups:
             self._scored.pop(group, None)
 
-    def _score(self, groups: Sequence[int]) -> tuple[Prompts, Batch, ScoredAnswers]:
+    def _score(self, groups: Sequence[int]) -> tuple[Batch, ScoredAnswers]:
         requests = requests_of_groups(groups, self._size)
-        batch = SampledBatch(0, *self._answers.rows(requests), requests=requests)
+        batch = SampledBatch(0, self._answers.rows(requests), requests=requests)
         score([self.scorer], batch)
-        return batch.prompts, batch.rows, batch.all_scored
+        return batch.rows, batch.all_scored
 
 
 def keeps_of(metric: str, user: UserVerdicts | None) -> Keeps:
@@ -109,7 +109,7 @@ def keeps_of(metric: str, user: UserVerdicts | None) -> Keeps:
     """
     if user is not None:
         return partial(keeps, user)
-    return lambda prompts, rows, scored: differing(compared(scored, metric), prompts.uid)
+    return lambda rows, scored: differing(compared(scored, metric), rows["uid"])
 
 
 def compared(scored: ScoredAnswers, metric: str) -> torch.Tensor:

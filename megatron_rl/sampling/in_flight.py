@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
 from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, rows_of
 from megatron_rl.agents.observation import Opening
-from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged, ragged_of_pieces, row_lengths
+from megatron_rl.records import Batch, Conversation, Sampling, ragged_of_pieces, row_lengths
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
 from megatron_rl.sampling.group_map import GroupMap, requests_of_groups
@@ -21,8 +22,10 @@ EarlierOf = Callable[[int, int], tuple[bytes, ...]]
 """(prompt index, batch) -> earlier responses to this prompt, which requests of this batch name: see `Start.earlier`."""
 
 
-PromptsOf = Callable[[Sequence[int]], Prompts]
+PromptsOf = Callable[[Sequence[int]], Batch]
 """Rows over all files -> their prompts."""
+TASK_COLUMNS = ("index", "sample", "data_source", "ground_truth", "extra_info")
+"""Columns of prompts that are entries of `Episode.row`, too."""
 
 
 class InFlightBatches:
@@ -51,11 +54,11 @@ class InFlightBatches:
         self.has_turns = limits is not None
         self.groups = GroupMap(batch_rows) if groups is None else groups
         self._episodes: dict[int, Episode] = {}
-        self._rows: dict[int, tuple[Prompts, int]] = {}
+        self._compared: set[int] = set()
         self._drafts: dict[int, DraftCounts] = {}
         self._greedily: Sampling | None = None
 
-    def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
+    def add(self, step: int, prompts: Batch, sampling: Sampling, greedy: Batch | None, greedily: Sampling) -> None:
         """Begin a batch. Raises ValueError if its number of rows is not batch_rows."""
         episodes = [new for rows, how in ((prompts, sampling), (greedy, greedily)) for new in new_episodes(rows, how)]
         if len(episodes) != self.batch_rows:
@@ -65,7 +68,7 @@ class InFlightBatches:
             self._greedily = greedily
             numbers.sort(key=self._is_greedy)
         self._episodes |= zip(numbers, episodes, strict=True)
-        self._rows |= {numbers[row]: (prompts, row) for row in range(len(prompts))}
+        self._compared.update(numbers[len(prompts) :])
         note_groups(episodes, prompts, numbers)
 
     def _is_greedy(self, request: int) -> bool:
@@ -73,14 +76,13 @@ class InFlightBatches:
         size = self.groups.group_size
         return self._greedily is not None and size > 1 and request % size == size - 1
 
-    def add_group(self, first: int, prompts: Prompts, rows: range, sampling: Sampling) -> None:
+    def add_group(self, first: int, prompts: Batch, rows: range, sampling: Sampling) -> None:
         """Begin a group with requests from number `first` on. rows: of `prompts`. One that has begun stays as it is."""
         if first in self._episodes:
             return
         own = prompts[rows.start : rows.stop]
         episodes = new_episodes(own, sampling)
         self._episodes |= enumerate(episodes, first)
-        self._rows |= {first + place: (prompts, row) for place, row in enumerate(rows)}
         note_groups(episodes, own, range(first, first + len(episodes)))
 
     def start(self, request: int) -> Start:
@@ -115,40 +117,24 @@ class InFlightBatches:
     def requests_of(self, step: int) -> tuple[list[int], list[int]]:
         """The requests of a step's rows, and those of its greedy responses; none of a batch that is not begun."""
         begun = [request for request in self.groups.requests_of(step) if request in self._episodes]
-        return [request for request in begun if request in self._rows], [
-            request for request in begun if request not in self._rows
+        return [request for request in begun if request not in self._compared], [
+            request for request in begun if request in self._compared
         ]
 
-    def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
-        """Prompts of a step, their rows, and greedy responses or None. Raises ValueError if a response is not
-        finished.
-        """
+    def batch(self, step: int) -> tuple[Batch, Batch | None]:
+        """The rows of a step, and greedy responses or None. Raises ValueError if a response is not finished."""
         requests, greedy = self.requests_of(step)
         numbered = enumerate([*requests, *greedy])
         unfinished = [row for row, request in numbered if not self._episodes[request].finish]
         if unfinished:
             raise ValueError(f"rows {unfinished[:8]} of batch {step} are not finished")
-        compared = [self._episodes[request] for request in greedy]
-        return *self.rows(requests), self._rows_of(compared) if greedy else None
+        return self.rows(requests), self.rows(greedy) if greedy else None
 
-    def rows(self, requests: Sequence[int]) -> tuple[Prompts, Batch]:
-        """Prompts and rows of sampled requests that are finished, in their order."""
-        sampled = [self._episodes[request] for request in requests]
-        return begun_prompts(self._prompts(requests), sampled), self._rows_of(sampled)
-
-    def _prompts(self, requests: Sequence[int]) -> Prompts:
-        """The prompts of sampled requests."""
-        places = [self._rows[request] for request in requests]
-        sources = list({id(prompts): prompts for prompts, _ in places}.values())
-        if len(sources) == 1 and [row for _, row in places] == list(range(len(sources[0]))):
-            return sources[0]
-        first, firsts = 0, {}
-        for prompts in sources:
-            firsts[id(prompts)] = first
-            first += len(prompts)
-        prompts = Prompts.joined(sources)[torch.tensor([firsts[id(prompts)] + row for prompts, row in places])]
-        groups = torch.tensor([request // self.groups.group_size for request in requests])
-        return replace(prompts, uid=groups.unique(return_inverse=True)[1])
+    def rows(self, requests: Sequence[int]) -> Batch:
+        """The rows of requests that are finished, in their order."""
+        episodes = [self._episodes[request] for request in requests]
+        uid = torch.tensor([episode.group[0] for episode in episodes]).unique(return_inverse=True)[1]
+        return responses_of(episodes, uid, self._with_versions, self.has_turns)
 
     @property
     def unbegun(self) -> dict[int, Episode]:
@@ -167,7 +153,7 @@ class InFlightBatches:
         """Drop the batches up to that of `step`."""
         batch_of = self.groups.batch_of
         self._episodes = {request: one for request, one in self._episodes.items() if batch_of(request) > step}
-        self._rows = {request: place for request, place in self._rows.items() if request in self._episodes}
+        self._compared &= self._episodes.keys()
         self._drafts = {begun: counts for begun, counts in self._drafts.items() if begun > step}
 
     def episode(self, request: int) -> Episode:
@@ -248,14 +234,13 @@ class InFlightBatches:
             raise ValueError("requests began in an earlier batch, and nothing identifies their prompts")
         numbers, indices, samples, salts = moved.T
         prompts = prompts_of(indices.tolist())
-        prompts.sample = samples
-        sampling = next(self._episodes[request].sampling for request in self._rows)
+        prompts.add(sample=samples)
+        sampling = next(one.sampling for request, one in self._episodes.items() if request not in self._compared)
         for row, (number, salt) in enumerate(zip(numbers.tolist(), salts.tolist(), strict=True)):
             how = replace(sampling, salt=salt)
             if self._greedily is not None and self._is_greedy(number):
                 how = self._greedily
-            else:
-                self._rows[number] = prompts, row
+                self._compared.add(number)
             self._episodes[number] = new_episodes(prompts[row : row + 1], how)[0]
             group = requests_of_groups([number // self.groups.group_size], self.groups.group_size)
             alone = how is self._greedily
@@ -271,52 +256,47 @@ class InFlightBatches:
             and (episode.token_ids or episode.attempt or episode.finish or episode.opening)
         }
 
-    def _rows_of(self, episodes: list[Episode]) -> Batch:
-        return rows_of(episodes, self._with_versions, self.has_turns)
 
-
-def new_episodes(prompts: Prompts | None, sampling: Sampling) -> list[Episode]:
+def new_episodes(prompts: Batch | None, sampling: Sampling) -> list[Episode]:
     """An episode for each row of prompts."""
     if prompts is None:
         return []
-    columns = (prompts.index.tolist(), prompts.sample.tolist(), prompts.prompt_ids.unbind())
-    texts: Sequence[Conversation | None] = prompts.raw_prompt or [None] * len(prompts)
-    tasks = (prompts.data_source, prompts.ground_truth, prompts.extra_info, texts)
-    names = ("index", "sample", "data_source", "ground_truth", "extra_info", "prompt")
+    texts: Sequence[Conversation | None] = [None] * len(prompts)
+    if "raw_prompt" in prompts:
+        texts = prompts.objects("raw_prompt")
+    columns = [prompts["index"].tolist(), prompts["sample"].tolist(), *map(prompts.objects, TASK_COLUMNS[2:]), texts]
     return [
-        Episode(tuple(ids.tolist()), dict(zip(names, (index, sample, *task), strict=True)), sampling)
-        for index, sample, ids, *task in zip(*columns, *tasks, strict=True)
+        Episode(tuple(ids.tolist()), dict(zip((*TASK_COLUMNS, "prompt"), task, strict=True)), sampling)
+        for ids, *task in zip(prompts["input_ids"].unbind(), *columns, strict=True)
     ]
 
 
-def note_groups(episodes: Sequence[Episode], prompts: Prompts, numbers: Sequence[int]) -> None:
+def note_groups(episodes: Sequence[Episode], prompts: Batch, numbers: Sequence[int]) -> None:
     """Let each episode have the sampled requests of its group. numbers: its own request. Greedy episodes, which follow
     those of `prompts`, are alone.
     """
     groups: dict[int, list[int]] = {}
-    for request, uid in zip(numbers, prompts.uid.tolist(), strict=False):
+    for request, uid in zip(numbers, prompts["uid"].tolist(), strict=False):
         groups.setdefault(uid, []).append(request)
     for request, episode in zip(numbers, episodes, strict=True):
         episode.group = (request,)
-    for uid, episode in zip(prompts.uid.tolist(), episodes, strict=False):
+    for uid, episode in zip(prompts["uid"].tolist(), episodes, strict=False):
         episode.group = tuple(groups[uid])
 
 
-def begun_prompts(prompts: Prompts, episodes: Sequence[Episode]) -> Prompts:
-    """Return the prompts as their episodes have begun, by an environment or with the dataset's."""
-    openings = [episode.opening for episode in episodes]
-    if not any(isinstance(opening, Opening) for opening in openings):
-        return prompts
-    texts = (
-        None
-        if prompts.raw_prompt is None
-        else [
-            list(opening.messages) if isinstance(opening, Opening) else text
-            for opening, text in zip(openings, prompts.raw_prompt, strict=True)
-        ]
-    )
-    prompt_ids = ragged([torch.tensor(episode.prompt_ids, dtype=torch.int64) for episode in episodes])
-    return replace(prompts, prompt_ids=prompt_ids, raw_prompt=texts)
+def responses_of(episodes: Sequence[Episode], uid: torch.Tensor, with_versions: bool, has_turns: bool) -> Batch:
+    """Return `rows_of` episodes with the columns of their prompts, as an environment or the dataset has begun them.
+
+    uid: int64, of each episode.
+    """
+    rows = rows_of(episodes, with_versions, has_turns)
+    tasks: dict[str, list[Any]] = {name: [episode.row[name] for episode in episodes] for name in TASK_COLUMNS}
+    rows.add(uid=uid, index=torch.tensor(tasks.pop("index")), sample=torch.tensor(tasks.pop("sample")), **tasks)
+    texts = [episode.row["prompt"] for episode in episodes]
+    if None not in texts:
+        begun = zip((episode.opening for episode in episodes), texts, strict=True)
+        rows.add(raw_prompt=[list(own.messages) if isinstance(own, Opening) else text for own, text in begun])
+    return rows
 
 
 def start_of(request: int, episode: Episode, seed_of: SeedOf, earlier: tuple[bytes, ...] = ()) -> Start:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_rl.records import Batch, Prompts, Sampling
+from megatron_rl.records import Batch, Sampling, one_per_group, prompts_of
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.slices import Slice, largest_cache_usage
@@ -39,7 +39,7 @@ class PoolSampler(Sampler):
                 self._groups.judge_finished()
         batch = self.take(step)
         if self._groups is not None and self.needs_greedy:
-            batch.greedy = self.answer(batch.prompts.one_per_group(), self.greedy())[1]
+            batch.greedy = self.answer(one_per_group(prompts_of(batch.rows)), self.greedy())
         return batch
 
     def load_weights(self, step: int) -> None:
@@ -50,9 +50,9 @@ class PoolSampler(Sampler):
             self.logger.note_transition(receiving.get())
             sending.get()
 
-    def answer(self, prompts: Prompts, sampling: Sampling, step: int | None = None) -> tuple[Prompts, Batch]:
+    def answer(self, prompts: Batch, sampling: Sampling, step: int | None = None) -> Batch:
         """step: of training, whose responses are generated with draft tokens from earlier ones."""
-        earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts.index.tolist()]
+        earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts["index"].tolist()]
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
         asked.begin()
         with self.awaited.waiting(asked.episodes), self._rollout_mode():

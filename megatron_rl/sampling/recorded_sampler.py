@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.columns import COLUMNS
+from megatron_rl.columns import COLUMNS, PROMPT_COLUMNS
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.sample_files import GREEDY, RecordedStep, num_recorded, read_step, recorded_files
-from megatron_rl.records import Batch, Prompts, first_true, ragged_from_lengths, row_lengths
+from megatron_rl.records import Batch, one_per_group, prompts_of, ragged_from_lengths
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.pool_sampler import PoolSampler
@@ -45,13 +44,16 @@ class RecordedSampler(PoolSampler):
             greedy = rows_of_record(recorded, GREEDY)
         if not self.config.returns_experts:
             rows = rows.without("routed_experts")
-        return SampledBatch(step, self._prompts(recorded, rows), rows, greedy)
+        rows.add(self._prompts(recorded, rows))
+        if greedy is not None:
+            greedy.add(one_per_group(rows.select(*PROMPT_COLUMNS)))
+        return SampledBatch(step, rows, greedy)
 
     def draw_prompts(self, last: int) -> None:
         """Nothing is generated for training."""
 
-    def _prompts(self, recorded: RecordedStep, rows: Batch) -> Prompts:
-        """The prompts of the recorded rows, with what the prompt files have for the reward function."""
+    def _prompts(self, recorded: RecordedStep, rows: Batch) -> Batch:
+        """The columns of prompts of the recorded rows, with what the prompt files have for the reward function."""
         details = recorded.rows
         numbers = [row["index"] for row in details]
         places = self.train_data.places(numbers)
@@ -59,23 +61,19 @@ class RecordedSampler(PoolSampler):
             rule = f"prompt {numbers[places.index(None)]}, which is none of data.train_files"
             raise ConfigError(f"{KEY}={self._run}: step {recorded.step} has {rule}; try: the files of the recorded run")
         prompts = self.train_data.batch([place for place in places if place is not None])
-        uid = torch.from_numpy(recorded.columns["groups"].copy())
-        prompts = replace(prompts, uid=uid, sample=torch.tensor([row["sample"] for row in details]))
-        begun = first_true(rows["sampled"])
-        lengths = row_lengths(rows["input_ids"])
-        ids = rows.flat("input_ids").split(lengths.tolist())
-        read = [row[:length] for row, length in zip(ids, begun.tolist(), strict=True)]
         if not self.config.has_turns:
-            same = zip(read, prompts.prompt_ids.unbind(), strict=True)
+            same = zip(prompts_of(rows)["input_ids"].unbind(), prompts["input_ids"].unbind(), strict=True)
             other = next((number for number, (a, b) in enumerate(same) if not torch.equal(a, b)), None)
             if other is not None:
                 where = f"step {recorded.step}, sample {other}, has another prompt than data.train_files"
                 raise ConfigError(
                     f"{KEY}={self._run}: {where}; try: the files, chat template and length limits of the recorded run"
                 )
-            return prompts
-        texts = None if prompts.raw_prompt is None else [row["prompt"] for row in details]
-        return replace(prompts, prompt_ids=ragged_from_lengths(torch.cat(read), begun), raw_prompt=texts)
+        elif "raw_prompt" in prompts:
+            prompts.add(raw_prompt=[row["prompt"] for row in details])
+        uid = torch.from_numpy(recorded.columns["groups"].copy())
+        prompts.add(uid=uid, sample=torch.tensor([row["sample"] for row in details]))
+        return prompts.without("input_ids")
 
     def _check(self, recorded: RecordedStep) -> None:
         sizes = recorded.lengths["input_ids"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron_rl.cluster.replicas import Replica
 from megatron_rl.config.steps import is_save_step, is_validation_step
-from megatron_rl.records import Batch, Prompts, Sampling
+from megatron_rl.records import Batch, Sampling
 from megatron_rl.roles.actor import Actor
 from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
 from megatron_rl.sampling.drain_notices import DrainNotices
@@ -89,7 +89,7 @@ class ReplicaSampler(Sampler):
         """Send the weights after step `version` now, also to restarted replicas."""
         self.logger.note_transition(self.weights.send(version, self.queue))
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
+    def answer(self, prompts: Batch, sampling: Sampling) -> Batch:
         """Responses to all prompt rows; open requests continue afterwards."""
         version = self.weights.version
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_rl.agents.episodes import Episodes
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Slice, SliceReport
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.request_scheduler import RequestScheduler
@@ -115,8 +115,8 @@ class RequestQueue:
         self.scheduler.replica_lost(replica)
         self.apply_decisions()
 
-    def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
-        """Hand a complete batch to the trainer: prompts, responses, and greedy responses or None."""
+    def batch(self, step: int) -> tuple[Batch, Batch | None]:
+        """Hand a complete batch to the trainer: its rows, and greedy responses or None."""
         swap = self.scheduler.step_taken(step)
         self.num_late = 0 if swap is None else len(swap.late)
         self.apply_decisions()

@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 
 
 class ResponseHistory:
-    """Responses of trained batches, by their prompt's index in the dataset (`Prompts.index`).
+    """Responses of trained batches, by their prompt's index in the dataset (column `index`).
 
     A request of batch s uses only responses from steps up to s - 1 - ahead, whenever it starts. So a run that is
     resumed or replayed, or that loses replicas, makes the same proposals.
@@ -120,7 +120,7 @@ class Longest(NamedTuple):
 
 
 class LengthHistory:
-    """Lengths of the responses in trained batches, by their prompt's index in the dataset (`Prompts.index`).
+    """Lengths of the responses in trained batches, by their prompt's index in the dataset (column `index`).
 
     What is known of a prompt depends on the batch alone, as for `ResponseHistory`. prompt_of: request -> its prompt's
     index, and batch_of: -> its batch; the owner of the run's responses sets both.

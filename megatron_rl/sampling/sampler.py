@@ -24,7 +24,7 @@ from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.errors import RewardError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Prompts, Sampling
+from megatron_rl.records import Batch, Sampling, one_per_group, repeated
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
 from megatron_rl.sampling.filtered_batches import FilteredBatches, GroupPrompts
@@ -212,9 +212,9 @@ class Sampler:
         """Let generation have the weights after `step`."""
         raise NotImplementedError
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
-        """The prompts as their episodes have begun, and responses to all of them, now and outside of the schedule,
-        with the newest weights that the rollout has.
+    def answer(self, prompts: Batch, sampling: Sampling) -> Batch:
+        """The prompts as their episodes have begun, with responses to all of them, now and outside of the schedule,
+        by the newest weights that the rollout has.
         """
         raise NotImplementedError
 
@@ -244,7 +244,7 @@ class Sampler:
         while self._groups is None and self._last_begun < last:
             self._last_begun += 1
             prompts = self.next_prompts(self._cursor_ahead)
-            greedy = prompts.one_per_group() if self.needs_greedy else None
+            greedy = one_per_group(prompts) if self.needs_greedy else None
             self.answers.add(self._last_begun, prompts, self.sampling(self._last_begun), greedy, self.greedy())
 
     def write(self, folder: Path, step: int) -> list[str]:
@@ -268,23 +268,23 @@ class Sampler:
         """Earlier responses that requests of a prompt and a batch name: see `Start`."""
         return () if self._earlier is None else self._earlier.of(index, batch)
 
-    def keep(self, step: int, prompts: Prompts, rows: Batch) -> None:
+    def keep(self, step: int, rows: Batch) -> None:
         """Keep a step's responses for draft tokens of later steps, if rollouts draft from them, and their lengths."""
         if self._lengths is not None:
-            self._lengths.add(step, prompts.index, rows)
+            self._lengths.add(step, rows["index"], rows)
         if self._earlier is not None:
-            self._earlier.add(step, prompts.index, rows)
+            self._earlier.add(step, rows["index"], rows)
 
-    def _prompts_numbered(self, numbers: Sequence[int]) -> Prompts:
+    def _prompts_numbered(self, numbers: Sequence[int]) -> Batch:
         """Prompts by their rows over all files. Raises ValueError for one that is none of the usable prompts."""
         places = self.train_data.places(numbers)
         if None in places:
             raise ValueError(f"rows {list(numbers)} are not all prompts of this run")
         return self.train_data.batch([place for place in places if place is not None])
 
-    def next_prompts(self, cursor: PromptCursor) -> Prompts:
+    def next_prompts(self, cursor: PromptCursor) -> Batch:
         """The next training prompts of a cursor, each `rollout.n` times."""
-        return self.train_data.batch(cursor.next_indices()).repeat(self.config.batch_sizes.samples_per_prompt)
+        return repeated(self.train_data.batch(cursor.next_indices()), self.config.batch_sizes.samples_per_prompt)
 
     def sampling(self, salt: int) -> Sampling:
         """Sampling parameters of training."""
@@ -307,16 +307,16 @@ class Sampler:
     def take(self, step: int) -> SampledBatch:
         """The complete batch of a step, which is trained now."""
         if self._groups is not None:
-            batch, prompts, rows = self._groups.take(step, self.queue)
+            batch, rows = self._groups.take(step, self.queue)
             batch.metrics |= {} if self._verdicts is None else self._verdicts.metrics()
-            self.keep(step, prompts, rows)
+            self.keep(step, rows)
             batch.metrics |= self._describe_responses(step)
             return batch
-        prompts, rows, greedy = self.queue.batch(step)
+        rows, greedy = self.queue.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
-        self.keep(step, prompts, rows)
+        self.keep(step, rows)
         requests, compared = self.answers.requests_of(step)
-        batch = SampledBatch(step, prompts, rows, greedy, requests=requests, greedy_requests=compared)
+        batch = SampledBatch(step, rows, greedy, requests=requests, greedy_requests=compared)
         batch.metrics |= self._describe_responses(step)
         if self.rules.extra_groups:
             batch.metrics["rollout/late_groups"] = float(self.queue.num_late // self.rules.group_size)

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from megatron_rl.agents.episode import Episode, rows_of
+from megatron_rl.agents.episode import Episode
 from megatron_rl.agents.episodes import Episodes
 from megatron_rl.cluster.routing import chunk_sizes
-from megatron_rl.records import Batch, Prompts, Sampling
+from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
-from megatron_rl.sampling.in_flight import SeedOf, begun_prompts, new_episodes, start_of
+from megatron_rl.sampling.in_flight import SeedOf, new_episodes, responses_of, start_of
 
 
 class UnscheduledRequests:
@@ -24,7 +24,7 @@ class UnscheduledRequests:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: Batch,
         sampling: Sampling,
         seed_of: SeedOf,
         episodes: Episodes | None,
@@ -35,7 +35,7 @@ class UnscheduledRequests:
         have their replies. earlier: of each row, see `Start`; empty: of none.
         """
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
-        self._prompts, self._seed_of = prompts, seed_of
+        self._uid, self._seed_of = prompts["uid"], seed_of
         self._episodes, self._awaits_turns = episodes, awaits_turns
         self._earlier = dict(zip(self._rows, earlier, strict=False))
         self._away: set[int] = set()
@@ -88,12 +88,9 @@ class UnscheduledRequests:
                 self._rows[request].take(reply, self._episodes.limits)
             is_open = self._awaits_turns and bool(self._away)
 
-    def rows(self) -> tuple[Prompts, Batch]:
-        """Prompts as their episodes have begun, and their responses."""
-        episodes = self.episodes
-        return begun_prompts(self._prompts, episodes), rows_of(
-            episodes, with_versions=False, has_turns=self._episodes is not None
-        )
+    def rows(self) -> Batch:
+        """The prompts as their episodes have begun, with their responses."""
+        return responses_of(self.episodes, self._uid, with_versions=False, has_turns=self._episodes is not None)
 
 
 def generate_now(driver: Driver, asked: UnscheduledRequests, version: int) -> bool:

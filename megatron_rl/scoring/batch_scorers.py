@@ -71,18 +71,18 @@ class RewardScorer:
         """Raises RewardError as `Rewards.start`."""
         self._batch, start = batch, self.rewards.start
         if batch.scored is None:
-            self._pending = start(batch.prompts, batch.rows)
+            self._pending = start(batch.rows)
         if batch.greedy is not None:
-            self._greedy = start(batch.prompts.one_per_group(), batch.greedy)
+            self._greedy = start(batch.greedy)
 
     def take(self) -> Batch:
         """Raises RewardError as `Rewards.training_scores`."""
         batch, rewards = self._batch, self.rewards
         if batch.scored is None:
-            batch.scored = rewards.training_scores(batch.prompts, batch.rows, self._pending, numbers=batch.requests)
+            batch.scored = rewards.training_scores(batch.rows, self._pending, numbers=batch.requests)
         greedy = None
         if batch.greedy is not None:
-            greedy = rewards.greedy_scores(batch.prompts, batch.greedy, self._greedy, batch.greedy_requests)
+            greedy = rewards.greedy_scores(batch.rows, batch.greedy, self._greedy, batch.greedy_requests)
         batch.metrics |= rewards.shaping.metrics()
         components = rewards.components(batch.scored)
         return Batch(scores=batch.scored.scores, components=components, greedy_scores=greedy)
@@ -96,10 +96,10 @@ class HeldOutScorer:
 
     def start(self, batch: SampledBatch) -> None:
         """Raises RewardError as `Rewards.start`."""
-        self._batch, self._pending = batch, self.rewards.start(batch.prompts, batch.rows)
+        self._batch, self._pending = batch, self.rewards.start(batch.rows)
 
     def take(self) -> Batch:
         """Raises RewardError as `Rewards.task_scores`."""
         batch = self._batch
-        batch.scored = self.rewards.task_scores(batch.prompts, batch.rows, self._pending)
+        batch.scored = self.rewards.task_scores(batch.rows, self._pending)
         return Batch(scores=batch.scored.scores)

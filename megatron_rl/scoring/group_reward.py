@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.group_function import Group, GroupFacts, GroupRewardSource, Row, row_of
 from megatron_rl.scoring.outcome import Outcome, Sample
@@ -43,21 +43,19 @@ class GroupReward(RuleReward):
             self.processes.begin(first, Group([ended[number] for number in answer.group]))
             del self._ended[first]
 
-    def outcomes(
-        self, samples: Sequence[Sample], prompts: Prompts, answers: Batch, numbers: Sequence[int]
-    ) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample], rows: Batch, numbers: Sequence[int]) -> list[Outcome]:
         """Return an outcome for each response; `self.unasked` for an episode that failed."""
-        rows = rows_of_groups(samples, prompts, answers)
+        known_rows = rows_of_groups(samples, rows)
         members: dict[int, list[int]] = {}
         first_rows: dict[int, int] = {}
-        for row, uid in enumerate(prompts.uid.tolist()):
+        for row, uid in enumerate(rows["uid"].tolist()):
             first_rows.setdefault(uid, row)
-            if rows[row] is not None:
+            if known_rows[row] is not None:
                 members.setdefault(uid, []).append(row)
         begun = [numbers[first_rows[uid]] for uid in members] if numbers else ()
         for row in first_rows.values() if numbers else ():
             self._ended.pop(numbers[row], None)  # is left of a group with a failed episode
-        groups = [Group([known for row in own if (known := rows[row]) is not None]) for own in members.values()]
+        groups = [Group([known for row in own if (known := known_rows[row]) is not None]) for own in members.values()]
         outcomes = [self.unasked] * len(samples)
         for own, scored in zip(members.values(), self.processes.score_groups(groups, begun), strict=True):
             for row, outcome in zip(own, scored, strict=True):
@@ -70,14 +68,14 @@ def reward_of(source: RewardSource | GroupRewardSource) -> type[RuleReward]:
     return GroupReward if isinstance(source, GroupRewardSource) else RuleReward
 
 
-def rows_of_groups(samples: Sequence[Sample], prompts: Prompts, answers: Batch) -> list[Row | None]:
+def rows_of_groups(samples: Sequence[Sample], rows: Batch) -> list[Row | None]:
     """Return each response as the user's function gets it; None for an episode that failed."""
-    rewards, failed = answers.get("environment_rewards"), answers.get("failed")
+    rewards, failed = rows.get("environment_rewards"), rows.get("failed")
     columns = (
-        prompts.index.tolist(),
-        prompts.sample.tolist(),
-        answers.num_sampled.tolist(),
-        answers["truncated"].tolist(),
+        rows["index"].tolist(),
+        rows["sample"].tolist(),
+        rows.num_sampled.tolist(),
+        rows["truncated"].tolist(),
         [None] * len(samples) if rewards is None else rewards.tolist(),
     )
     is_failed = [False] * len(samples) if failed is None else failed.tolist()

@@ -22,7 +22,7 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch
 from megatron_rl.scoring.rule import Ended, NoRule, RuleReward
 from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_part
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
@@ -81,7 +81,7 @@ class Rewards:
         """Whether a batch without a single score ends the run."""
         return isinstance(self._training_rules, RuleReward) and self._training_rules.stop_if_all_failed
 
-    def start(self, prompts: Prompts, answers: Batch) -> Pending:
+    def start(self, answers: Batch) -> Pending:
         """Start every reward model on the responses of its sources; do not wait.
 
         Raises RewardError where a reward model with a chat template of its own cannot read a conversation.
@@ -89,15 +89,15 @@ class Rewards:
         pending: Pending = []
         # Models that read the actor's tokens score while conversations are tokenised for the others.
         for spec, model in sorted(self.models, key=lambda pair: pair[0].name in self._readers):
-            rows = scored_rows(spec, prompts)
+            rows = scored_rows(spec, answers)
             if rows is not None and not len(rows):
                 continue
-            asked, read = (prompts, answers) if rows is None else (prompts[rows], answers[rows])
+            read = answers if rows is None else answers[rows]
             if spec.name not in self._readers:
                 pending.append(partial(waited, spec, model.scores(read.read_by(SCORING)), None, rows))
                 continue
             with self._clock.phase("reward"):
-                text = self._readers[spec.name].read(asked, read)
+                text = self._readers[spec.name].read(read)
             self._warn_of_cuts(self._readers[spec.name], text.is_cut)
             pending.append(partial(waited, spec, model.scores(text.batch), text.is_cut, rows))
         return pending
@@ -111,7 +111,7 @@ class Rewards:
                 f"{reader.length_key}={reader.max_length} in tokens of {reader.name}, which does not read their ends"
             )
 
-    def task_scores(self, prompts: Prompts, answers: Batch, pending: Pending) -> ScoredAnswers:
+    def task_scores(self, answers: Batch, pending: Pending) -> ScoredAnswers:
         """Score responses with the reward function, then wait for the reward models; warn of samples that the rule
         could not score.
 
@@ -119,7 +119,7 @@ class Rewards:
         shaped, so that they can be compared over a run. Raises RewardError when the rule could score no sample, or when
         a reward model gives no number.
         """
-        return self._combined(self.rules, prompts, answers, pending, lambda model: None)
+        return self._combined(self.rules, answers, pending, lambda model: None)
 
     def begin(self, answer: Ended) -> None:
         """Have the rule score a response to a training prompt as `RuleReward.begin`."""
@@ -128,14 +128,13 @@ class Rewards:
     def _combined(
         self,
         rules: RuleReward | NoRule,
-        prompts: Prompts,
         answers: Batch,
         pending: Pending,
         shape: Callable[[ModelScores], Shaped | None],
         numbers: Sequence[int] = (),
     ) -> ScoredAnswers:
         with self._clock.phase("reward"):
-            scored = rules(prompts, answers, numbers)
+            scored = rules(answers, numbers)
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
@@ -148,7 +147,6 @@ class Rewards:
 
     def training_scores(
         self,
-        prompts: Prompts,
         answers: Batch,
         pending: Pending,
         counts: bool = True,
@@ -167,7 +165,7 @@ class Rewards:
         def shape(model: ModelScores) -> Shaped | None:
             return self.shaping(model.name, model.scores, model.scores[counted[model.all_rows]])
 
-        scored = self._combined(self._training_rules, prompts, answers, pending, shape, numbers)
+        scored = self._combined(self._training_rules, answers, pending, shape, numbers)
         overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
@@ -186,14 +184,12 @@ class Rewards:
         keys, failed = self.config.algorithm.gdpo_reward_keys or [], self.config.reward_model.failed_score
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
 
-    def greedy_scores(
-        self, prompts: Prompts, answers: Batch, pending: Pending, numbers: Sequence[int] = ()
-    ) -> torch.Tensor:
-        """float32 [B]: for each row of `prompts` the score of its group's greedy response; `answers` has one
-        per group, in the order of `one_per_group`. numbers: as in `training_scores`.
+    def greedy_scores(self, rows: Batch, answers: Batch, pending: Pending, numbers: Sequence[int] = ()) -> torch.Tensor:
+        """float32 [B]: for each of `rows` the score of its group's greedy response; `answers` has one per group, in
+        the order of `records.one_per_group`. numbers: as in `training_scores`.
         """
-        _, group = prompts.uid.unique(return_inverse=True)
-        scored = self.training_scores(prompts.one_per_group(), answers, pending, False, numbers)
+        _, group = rows["uid"].unique(return_inverse=True)
+        scored = self.training_scores(answers, pending, False, numbers)
         return scored.scores[group]
 
 
@@ -226,12 +222,13 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
     return RewardShaping(shapes)
 
 
-def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
+def scored_rows(spec: RoleSpec, answers: Batch) -> torch.Tensor | None:
     """int64: the rows whose responses a reward model scores; None if it scores all sources."""
     if spec.settings.data_sources is None:
         return None
     mine = set(spec.settings.data_sources)
-    return torch.tensor([row for row, source in enumerate(prompts.data_source) if source in mine], dtype=torch.int64)
+    sources = answers.objects("data_source")
+    return torch.tensor([row for row, source in enumerate(sources) if source in mine], dtype=torch.int64)
 
 
 def text_readers(

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import RewardError
-from megatron_rl.records import Batch, Prompts, first_true
+from megatron_rl.records import Batch, first_true
 from megatron_rl.scoring.outcome import Outcome, Sample, describe
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.scored_answers import ScoredAnswers
@@ -83,28 +83,26 @@ class RuleReward:
         text, row = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True), answer.row
         return Sample(row["data_source"], text, row["ground_truth"], row["extra_info"])
 
-    def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
+    def __call__(self, rows: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Score B responses. Their text has no special tokens (EOS, padding); an empty response is the text "".
 
         numbers: request numbers, if they may have begun. Raises RewardError, naming the first sample,
         if all of them fail, unless that is allowed.
         """
-        samples = read_samples(prompts, answers, self.tokenizer)
-        outcomes = self.outcomes(samples, prompts, answers, numbers)
+        samples = read_samples(rows, self.tokenizer)
+        outcomes = self.outcomes(samples, rows, numbers)
         asked = sum(outcome is not self.unasked for outcome in outcomes)
         failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
         first_failure = None
         if failures:
             row = failures[0]
-            first_failure = f"{outcomes[row].reason} ({describe(samples[row], int(prompts.index[row]))})"
+            first_failure = f"{outcomes[row].reason} ({describe(samples[row], int(rows['index'][row]))})"
         if 0 < asked == len(failures) and self.stop_if_all_failed:
             raise RewardError(f"none of {asked} samples could be scored; the first: {first_failure}")
         scores = [self.failed_score if outcome.failure else outcome.score for outcome in outcomes]
         return ScoredAnswers(torch.tensor(scores, dtype=torch.float32), samples, outcomes, first_failure)
 
-    def outcomes(
-        self, samples: Sequence[Sample], prompts: Prompts, answers: Batch, numbers: Sequence[int]
-    ) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample], rows: Batch, numbers: Sequence[int]) -> list[Outcome]:
         """Return an outcome for each response; `self.unasked` for one that the function did not get."""
         return self.processes.score(samples, numbers)
 
@@ -132,16 +130,16 @@ class NoRule(contextlib.nullcontext[Any]):
         """Return this."""
         return self
 
-    def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
+    def __call__(self, rows: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Return B responses without a score."""
-        samples = read_samples(prompts, answers, self.tokenizer)
+        samples = read_samples(rows, self.tokenizer)
         return ScoredAnswers(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)
 
 
-def read_samples(prompts: Prompts, answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def read_samples(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the arguments of a reward function for B responses: all after the prompt, without special tokens."""
-    starts = first_true(answers["sampled"]).tolist()
-    response_ids = [row[start:].tolist() for row, start in zip(answers["input_ids"].unbind(), starts, strict=True)]
+    starts = first_true(rows["sampled"]).tolist()
+    response_ids = [row[start:].tolist() for row, start in zip(rows["input_ids"].unbind(), starts, strict=True)]
     solutions = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    columns = (prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
+    columns = (rows.objects("data_source"), solutions, rows.objects("ground_truth"), rows.objects("extra_info"))
     return [Sample(*row) for row in zip(*columns, strict=True)]

@@ -85,7 +85,7 @@ class TeacherScorer:
 
     def start(self, batch: SampledBatch) -> None:
         self._batch = batch
-        sources = batch.prompts.data_source
+        sources = batch.rows.objects("data_source")
         keys = [call.spec.settings.key for call in self._calls]
         taught = [[row for row, source in enumerate(sources) if key in (None, source)] for key in keys]
         self._rows = [torch.tensor(rows, dtype=torch.int64) for rows in taught]  # a teacher may have none in a step
@@ -98,7 +98,7 @@ class TeacherScorer:
         for call, rows in zip(self._calls, self._rows, strict=True):
             asked = self._batch.rows.select(*read)[rows] if len(rows) else None
             if asked is not None and call.spec.name in self._prompts:
-                indices = self._batch.prompts.index[rows].tolist()
+                indices = self._batch.rows["index"][rows].tolist()
                 asked = with_prompts(asked, [self._prompts[call.spec.name][index] for index in indices])
             pending.append(None if asked is None else call.method(asked))
         return pending

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Conversation, Prompts, ragged, single_turn
+from megatron_rl.records import Batch, Conversation, prompts_of, ragged, single_turn
 
 ROWS_AT_ONCE = 4096
 """Prompts checked in one call of the tokenizer."""
@@ -50,18 +50,16 @@ class TextReader:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_template", Renderer(self.own, {"add_generation_prompt": False}))
 
-    def read(self, prompts: Prompts, answers: Batch) -> ReadText:
-        """Read prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
-        if prompts.raw_prompt is None:
-            raise ValueError("these prompts have no conversations")
+    def read(self, rows: Batch) -> ReadText:
+        """Read rows with `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
         prompt_ids, response_ids = (
-            [row.tolist() for row in column.unbind()] for column in (prompts.prompt_ids, answers.sampled_ids)
+            [row.tolist() for row in column.unbind()] for column in (prompts_of(rows)["input_ids"], rows.sampled_ids)
         )
-        whole = self.token_ids(list(prompts.raw_prompt), prompt_ids, response_ids)
-        rows = ragged([torch.tensor(ids[: self.max_length], dtype=torch.int64) for ids in whole])
+        whole = self.token_ids(rows.objects("raw_prompt"), prompt_ids, response_ids)
+        texts = ragged([torch.tensor(ids[: self.max_length], dtype=torch.int64) for ids in whole])
         nothing = torch.zeros(len(whole), dtype=torch.int64)
         is_cut = torch.tensor([len(ids) > self.max_length for ids in whole])
-        return ReadText(single_turn(rows, nothing), is_cut)
+        return ReadText(single_turn(texts, nothing), is_cut)
 
     def token_ids(
         self,

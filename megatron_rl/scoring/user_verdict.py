@@ -17,7 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import load_function
 from megatron_rl.errors import RewardError
 from megatron_rl.plain_values import describe_error, line_of_user, quote
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch
 from megatron_rl.scoring.group_function import Row
 from megatron_rl.scoring.group_reward import rows_of_groups
 from megatron_rl.scoring.scored_answers import ScoredAnswers
@@ -172,24 +172,23 @@ class UserVerdicts:
         return metrics | {"filter_groups/kept_ratio": counts["kept"] / max(counts.total(), 1)}
 
 
-def keeps(verdicts: UserVerdicts, prompts: Prompts, answers: Batch, scored: ScoredAnswers) -> torch.Tensor:
+def keeps(verdicts: UserVerdicts, rows: Batch, scored: ScoredAnswers) -> torch.Tensor:
     """Return bool [B]: whether the group of each response is kept. Raises RewardError as `UserVerdicts`."""
-    rows = scored_rows(prompts, answers, scored)
-    ids, index = prompts.uid.unique(return_inverse=True)
+    ids, index = rows["uid"].unique(return_inverse=True)
     groups: list[list[Row]] = [[] for _ in ids]
-    for row, group in zip(rows, index.tolist(), strict=True):
+    for row, group in zip(scored_rows(rows, scored), index.tolist(), strict=True):
         groups[group] += [] if row is None else [row]
     return torch.tensor(verdicts(groups), dtype=torch.bool)[index]
 
 
-def scored_rows(prompts: Prompts, answers: Batch, scored: ScoredAnswers) -> list[Row | None]:
+def scored_rows(rows: Batch, scored: ScoredAnswers) -> list[Row | None]:
     """Return each response as the user's function gets it: the row of a reward function of groups, its score, its
     failure or "", and further values of the reward function; None for an episode that failed.
     """
-    rows = zip(rows_of_groups(scored.samples, prompts, answers), scored.scores.tolist(), scored.outcomes, strict=True)
+    asked = zip(rows_of_groups(scored.samples, rows), scored.scores.tolist(), scored.outcomes, strict=True)
     return [
         None if row is None else outcome.extras | row | {"score": score, "failure": outcome.failure}
-        for row, score, outcome in rows
+        for row, score, outcome in asked
     ]
 
 

@@ -37,7 +37,7 @@ from megatron_rl.cluster.pool_options import Hosting
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec
-from megatron_rl.records import Prompts, Sampling, ragged
+from megatron_rl.records import Batch, Sampling, ragged
 from megatron_rl.rollout.slices import Slice, SliceReport
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.engine_model import Costs
@@ -126,13 +126,14 @@ def sleeping_cluster() -> Iterator[ProcessCluster]:
         yield cluster
 
 
-def batch(shape: Shape, step: int) -> Prompts:
+def batch(shape: Shape, step: int) -> Batch:
     """The prompts of a step: of one token, which is the answer's length."""
     requests = shape.rules.requests_of(step)
     rows = torch.arange(len(requests))
     lengths = [torch.tensor([shape.lengths(request, 0)]) for request in requests]
-    told = [""] * len(requests)
-    return Prompts(rows, rows, ragged(lengths), told, told, [{} for _ in told], rows)
+    texts = [""] * len(requests)
+    told: dict[str, list[Any]] = {"data_source": texts, "ground_truth": texts, "extra_info": [{} for _ in texts]}
+    return Batch(index=rows, sample=rows, input_ids=ragged(lengths), uid=rows, **told)
 
 
 @dataclass

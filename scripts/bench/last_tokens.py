@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from async_step import SAMPLING, SLEEPS, sleeping_cluster, spread
@@ -33,7 +34,7 @@ from megatron_rl.cluster.replicas import Replica
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.rollout_keys import extra_groups
-from megatron_rl.records import Prompts, ragged
+from megatron_rl.records import Batch, ragged
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.request_queue import RequestQueue
@@ -60,14 +61,15 @@ def prompts_of(step: int) -> Sequence[int]:
     return order[place * PROMPTS : (place + 1) * PROMPTS]
 
 
-def batch(step: int) -> Prompts:
+def batch(step: int) -> Batch:
     """The prompts of a step: of one token, which is the answer's length."""
     rows = [(prompt, sample) for prompt in prompts_of(step) for sample in range(SAMPLES)]
     index, sample = (torch.tensor(column) for column in zip(*rows, strict=True))
     lengths = [torch.tensor([length(step, *row)]) for row in rows]
     texts = [""] * len(rows)
     groups = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
-    return Prompts(index, sample, ragged(lengths), texts, texts, [{} for _ in texts], groups)
+    told: dict[str, list[Any]] = {"data_source": texts, "ground_truth": texts, "extra_info": [{} for _ in texts]}
+    return Batch(index=index, sample=sample, input_ids=ragged(lengths), uid=groups, **told)
 
 
 def rules_of(arm: str, num_steps: int) -> ScheduleConfig:
@@ -120,8 +122,8 @@ def draw_steps(replicas: Sequence[Replica], arm: str, num_steps: int) -> tuple[f
         get_all([rollouts[number].advance({number: order}) for number, order in enumerate(drops)])
         for engine in queue.engines:
             engine.clear()
-        prompts, rows, _ = queue.batch(step)
-        lengths.add(step, prompts.index, rows)
+        rows, _ = queue.batch(step)
+        lengths.add(step, rows["index"], rows)
         ends.append(time.monotonic())
     measured = num_steps - 1 - EPOCH
     return (ends[-2] - ends[EPOCH]) / measured, sum(engine_steps[EPOCH:-1]) / measured
@@ -130,7 +132,7 @@ def draw_steps(replicas: Sequence[Replica], arm: str, num_steps: int) -> tuple[f
 def least_seconds(num_steps: int) -> float:
     """Mean seconds of the same steps if no place were ever empty."""
     steps = range(EPOCH + 1, num_steps)
-    tokens = sum(int(batch(step).prompt_ids.values().sum()) for step in steps)
+    tokens = sum(int(batch(step).flat("input_ids").sum()) for step in steps)
     return tokens / len(steps) / (REPLICAS * SLEEPS.max_running) * SLEEPS.step_s
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from megatron_rl.config.load import read_config
 from megatron_rl.controller.repairs import repairs_of
 from megatron_rl.controller.run import Run, open_run
+from megatron_rl.records import prompts_of
 from megatron_rl.scoring.batch_scorers import score
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -104,7 +105,7 @@ def measure(run: Run, folder: Path, given: argparse.Namespace) -> list[dict[str,
         mode.write_text("no sleep")
         rule.write_text("0")
         begun = time.monotonic()
-        prompts = run.sampler.next(2 * number + 2).prompts
+        prompts = prompts_of(run.sampler.next(2 * number + 2).rows)
         figures = {"engine": time.monotonic() - begun}
         run.sampler.load_weights(2 * number + 2)
         mode.write_text("sleep")
@@ -127,7 +128,7 @@ def _step(run: Run, step: int, rule: Path, given: argparse.Namespace, engine: fl
     batch: SampledBatch = run.sampler.next(step)
     seconds = time.monotonic() - begun
     run.sampler.load_weights(step)
-    rows = zip(batch.prompts.index.tolist(), batch.prompts.sample.tolist(), strict=True)
+    rows = zip(batch.rows["index"].tolist(), batch.rows["sample"].tolist(), strict=True)
     longest = max(sum(delays(index, sample, given.mean)) for index, sample in rows)
     begun = time.monotonic()
     score(run.scorers[-1:], batch)

@@ -82,13 +82,13 @@ def stream(kind: str) -> str:
 
 def questions() -> Any:
     """One prompt of each length."""
-    from megatron_rl.records import Prompts, ragged
+    from megatron_rl.records import Batch, ragged
 
     count = len(LENGTHS)
-    return Prompts(
+    return Batch(
         index=torch.arange(count),
         sample=torch.zeros(count, dtype=torch.int64),
-        prompt_ids=ragged(random_rows(list(LENGTHS), "cpu")),
+        input_ids=ragged(random_rows(list(LENGTHS), "cpu")),
         data_source=["check"] * count,
         ground_truth=[""] * count,
         extra_info=[{}] * count,
@@ -110,7 +110,7 @@ def generate(host: Any, temperature: float, salt: int) -> Any:
     (share,) = asked.shares(1)
     asked.note([rollout.advance({0: Slice(0, None, share)})])
     rollout.exit()
-    return asked.rows()[1]
+    return asked.rows()
 
 
 def differences(host: Any, answers: list[Any]) -> dict[str, float]:

@@ -98,7 +98,8 @@ def test_a_step_takes_as_long_as_its_slowest_chain(launcher: Launcher) -> None:
         for step in range(NUM_STEPS):
             start = time.monotonic()
             rows = sequences()
-            batch = SampledBatch(step, SimpleNamespace(uid=torch.arange(len(rows))), rows)
+            rows.add(uid=torch.arange(len(rows)))
+            batch = SampledBatch(step, rows)
             score(scorers, batch)
             update(run, batch.rows, step)
             seconds.append(time.monotonic() - start)

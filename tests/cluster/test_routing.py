@@ -143,9 +143,20 @@ def test_actor_batches_pad_with_empty_responses() -> None:
     assert padding.flat("input_ids").tolist() == [0, 1, 2, 3, 4]
 
 
+def objects() -> Batch:
+    """Toys with what the controller alone reads."""
+    batch = toys(2)
+    batch.add(extra_info=[{}, {}])
+    return batch
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
-    [((toys(3), toys(2)), r"same number of rows, got \[3, 2\]"), ((toys(3)[:0],), "have no rows")],
+    [
+        ((toys(3), toys(2)), r"same number of rows, got \[3, 2\]"),
+        ((toys(3)[:0],), "have no rows"),
+        ((objects(),), "this call has extra_info"),
+    ],
 )
 def test_records_that_cannot_be_split_are_refused(args: tuple, message: str) -> None:
     """Would not catch records of equal length whose rows belong to different samples."""

@@ -11,7 +11,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_scorers import user_scorers
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Prompts, ragged, single_turn
+from megatron_rl.records import Batch, ragged, single_turn
 from megatron_rl.scoring.batch_scorers import score
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -55,17 +55,9 @@ def configured(folder: Path, name: str, text: str) -> RunConfig:
 
 def batch() -> SampledBatch:
     """Answers of one and two tokens, in step 7."""
-    prompts = Prompts(
-        index=torch.arange(2),
-        sample=torch.zeros(2, dtype=torch.int64),
-        prompt_ids=ragged([torch.tensor([5]), torch.tensor([5, 6])]),
-        data_source=["a", "a"],
-        ground_truth=["x", "y"],
-        extra_info=[{}, {}],
-        uid=torch.arange(2),
-    )
     rows = single_turn(ragged([torch.tensor([5, 1]), torch.tensor([5, 6, 3, 1])]), torch.tensor([1, 2]))
-    return SampledBatch(7, prompts, rows)
+    rows.add(index=torch.arange(2), ground_truth=["x", "y"], uid=torch.arange(2))
+    return SampledBatch(7, rows)
 
 
 def test_columns_of_a_class_in_a_file(tmp_path: Path) -> None:
@@ -79,6 +71,8 @@ def test_columns_of_a_class_in_a_file(tmp_path: Path) -> None:
     score([*scorers, Ones()], scored)
     assert scored.rows["length"].tolist() == [1.0, 2.0] and scored.rows["scores"].tolist() == [0.75, 0.5]
     assert scored.metrics == {"shorter/steps": 7.0}
+    assert scored.prompts.ground_truth == ["x", "y"] and scored.prompts.raw_prompt is None
+    assert [ids.tolist() for ids in scored.prompts.prompt_ids.unbind()] == [[5], [5, 6]]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_files import column_forms
 from megatron_rl.errors import ConfigError
+from megatron_rl.records import repeated
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_assets.py"
 
@@ -51,17 +52,17 @@ def test_batch_holds_tokens_and_what_the_reward_needs(write, tokenizer):
     dataset = PromptDataset([path], tokenizer, DataConfig())
     batch = dataset.batch([1, 0, 1])
     assert len(dataset) == 2
-    assert [ids.tolist() for ids in batch.prompt_ids.unbind()] == [[5, 6, 14], [4], [5, 6, 14]]
-    assert batch.index.tolist() == [1, 0, 1] and batch.sample.tolist() == [0, 0, 0]
-    assert list(batch.data_source) == ["unit"] * 3 and list(batch.ground_truth) == ["b", "a", "b"]
-    assert list(batch.extra_info) == [{"k": 2}, {"k": 1}, {"k": 2}]
+    assert [ids.tolist() for ids in batch["input_ids"].unbind()] == [[5, 6, 14], [4], [5, 6, 14]]
+    assert batch["index"].tolist() == [1, 0, 1] and batch["sample"].tolist() == [0, 0, 0]
+    assert batch.objects("data_source") == ["unit"] * 3 and batch.objects("ground_truth") == ["b", "a", "b"]
+    assert batch.objects("extra_info") == [{"k": 2}, {"k": 1}, {"k": 2}]
 
 
 def test_plain_strings_are_encoded_as_they_are(write, tokenizer):
     """No template, no extra_info column. Would not catch a lost BOS: this tokenizer adds none."""
     batch = PromptDataset([write([row("90")])], tokenizer, DataConfig()).batch([0])
-    assert batch.prompt_ids.unbind()[0].tolist() == [13, 4]
-    assert list(batch.extra_info) == [{}]
+    assert batch["input_ids"].unbind()[0].tolist() == [13, 4]
+    assert batch.objects("extra_info") == [{}]
 
 
 def test_generation_prompt_is_added(write, tokenizer):
@@ -72,7 +73,7 @@ def test_generation_prompt_is_added(write, tokenizer):
         batch = PromptDataset([write([row(chat("1"))])], tokenizer, DataConfig()).batch([0])
     finally:
         tokenizer.chat_template = before
-    assert batch.prompt_ids.unbind()[0].tolist() == [5, 15]
+    assert batch["input_ids"].unbind()[0].tolist() == [5, 15]
 
 
 def test_overlong_prompts_are_an_error_or_dropped(write, tokenizer):
@@ -82,7 +83,7 @@ def test_overlong_prompts_are_an_error_or_dropped(write, tokenizer):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_length=3))
     dataset = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=3, filter_overlong_prompts=True))
     assert len(dataset) == 2
-    assert dataset.batch([0, 1]).index.tolist() == [0, 2]
+    assert dataset.batch([0, 1])["index"].tolist() == [0, 2]
     with pytest.raises(ConfigError, match="none is left; the shortest has 1 tokens"):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_length=0, filter_overlong_prompts=True))
 
@@ -188,8 +189,8 @@ def test_json_lines_are_read_like_parquet(tmp_path, write, tokenizer):
     rows = [row(chat("0"), "a", extra_info={"k": 1}), row("12+", "b", extra_info={"k": 2}), row(chat("1"), 7)]
     lines = write_lines(tmp_path / "train.jsonl", rows[0], "", *rows[1:])
     batch = PromptDataset([lines], tokenizer, DataConfig()).batch([0, 1, 2])
-    assert [ids.tolist() for ids in batch.prompt_ids.unbind()] == [[4], [5, 6, 14], [5]]
-    assert list(batch.ground_truth) == ["a", "b", 7] and list(batch.extra_info) == [{"k": 1}, {"k": 2}, {}]
+    assert [ids.tolist() for ids in batch["input_ids"].unbind()] == [[4], [5, 6, 14], [5]]
+    assert batch.objects("ground_truth") == ["a", "b", 7] and batch.objects("extra_info") == [{"k": 1}, {"k": 2}, {}]
     parquet = PromptDataset([write(rows[:1])], tokenizer, DataConfig())
     assert (
         parquet.files[0].digests
@@ -255,7 +256,7 @@ def test_several_files_are_laid_end_to_end(tmp_path, write, tokenizer):
     config = DataConfig(max_prompt_length=3, filter_overlong_prompts=True)
     dataset = PromptDataset([first, second], tokenizer, config)
     assert [file.num_prompts for file in dataset.files] == [1, 2]
-    assert dataset.batch([0, 1, 2]).index.tolist() == [0, 2, 3]
+    assert dataset.batch([0, 1, 2])["index"].tolist() == [0, 2, 3]
     assert dataset.data_sources == {"unit"}
 
 
@@ -270,7 +271,7 @@ def test_overlong_prompts_are_cut_as_asked(write, tokenizer, truncation, ids):
             PromptDataset([path], tokenizer, config)
     else:
         batch = PromptDataset([path], tokenizer, config).batch([0, 1])
-        assert [row.tolist() for row in batch.prompt_ids.unbind()] == [ids, [13]]
+        assert [row.tolist() for row in batch["input_ids"].unbind()] == [ids, [13]]
 
 
 def test_template_arguments_and_source_column(write, tokenizer):
@@ -282,7 +283,7 @@ def test_template_arguments_and_source_column(write, tokenizer):
         batch = PromptDataset([path], tokenizer, config).batch([0])
     finally:
         tokenizer.chat_template = before
-    assert batch.prompt_ids.unbind()[0].tolist() == [5, 14] and list(batch.data_source) == ["sums"]
+    assert batch["input_ids"].unbind()[0].tolist() == [5, 14] and batch.objects("data_source") == ["sums"]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -296,7 +297,8 @@ def test_without_a_rule_no_ground_truth_is_needed(tmp_path, write, tokenizer, su
         if suffix == "jsonl":
             Path(path).write_text("".join(json.dumps(content) + "\n" for content in rows))
         dataset = PromptDataset([path], tokenizer, DataConfig(), is_judged=False)
-        assert list(dataset.batch(range(len(rows))).repeat(2).ground_truth) == [t for t in truths for _ in range(2)]
+        twice = repeated(dataset.batch(range(len(rows))), 2)
+        assert twice.objects("ground_truth") == [t for t in truths for _ in range(2)]
         with pytest.raises(ConfigError, match="reward_model"):
             PromptDataset([path], tokenizer, DataConfig())
 
@@ -355,7 +357,8 @@ def test_a_flat_file_needs_no_converter(tmp_path, write, tokenizer, suffix, keys
     path = write(FLAT) if suffix == "parquet" else str(write_lines(tmp_path / "train.jsonl", *FLAT))
     data = PromptDataset([path], tokenizer, DataConfig(**OWN_KEYS | keys), is_judged)
     batch = data.batch([3])
-    assert (batch.ground_truth[0], batch.data_source[0]) == (truth, source) and data.are_chats == {False}
+    assert (batch.objects("ground_truth"), batch.objects("data_source")) == ([truth], [source])
+    assert data.are_chats == {False}
     if is_judged and "ground_truth_key" not in keys:
         with pytest.raises(ConfigError, match="'reward_model.ground_truth' .*; did you mean: answer"):
             PromptDataset([path], tokenizer, DataConfig(prompt_key="question", default_data_source="mine"))
@@ -366,7 +369,7 @@ def test_a_text_goes_through_the_template_where_asked(tmp_path, tokenizer):
     path = str(write_lines(tmp_path / "train.jsonl", *FLAT))
     plain, sent = (DataConfig(**OWN_KEYS, prompt_as_chat=is_chat) for is_chat in (None, True))
     batch = PromptDataset([path], tokenizer, sent, keeps_text=True).batch([2])
-    assert batch.raw_prompt == [chat("2")] and batch.prompt_ids.unbind()[0].tolist() == [6]
+    assert batch.objects("raw_prompt") == [chat("2")] and batch["input_ids"].unbind()[0].tolist() == [6]
     (note,) = untemplated_notes({False}, tokenizer, plain)
     assert "data.prompt_as_chat=true" in note
     assert not untemplated_notes({False}, tokenizer, sent) and not untemplated_notes({True}, tokenizer, plain)
@@ -390,13 +393,14 @@ def test_some_rows_of_all_files_are_used(tmp_path, tokenizer):
     )
     in_order = DataConfig(**OWN_KEYS, shuffle=False)
     data = PromptDataset([first], tokenizer, in_order, max_samples=5)
-    assert data.batch(range(5)).index.tolist() == [0, 1, 2, 3, 4] and [file.num_prompts for file in data.files] == [5]
+    assert data.batch(range(5))["index"].tolist() == [0, 1, 2, 3, 4]
+    assert [file.num_prompts for file in data.files] == [5]
     with pytest.raises(ConfigError, match="1 of 6 rows.*(?s:.*)line 6,"):
         PromptDataset([first, second], tokenizer, in_order, max_samples=7)
     seed = next(n for n in range(99) if not {5, 11} & {*numpy.random.default_rng(n).choice(12, 6, replace=False)})
     data = PromptDataset([first, second], tokenizer, DataConfig(**OWN_KEYS, seed=seed), max_samples=6)
     drawn = sorted(numpy.random.default_rng(seed).choice(12, size=6, replace=False).tolist())
-    assert data.batch(range(6)).index.tolist() == drawn and sum(file.num_prompts for file in data.files) == 6
+    assert data.batch(range(6))["index"].tolist() == drawn and sum(file.num_prompts for file in data.files) == 6
     assert [row["ground_truth"] for row in data.rows] == [FLAT[number % 6]["answer"] for number in drawn]
     options = ReadingOptions(prompt_key="question", max_samples=6, seed=seed)
     examples, report = read_examples([first, second], tokenizer, options)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megatron_rl.columns import SCORING
-from megatron_rl.records import Batch, Prompts, Sampling, ragged
+from megatron_rl.records import Batch, Sampling, ragged
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=12, salt=0)
 RANDOM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, salt=3)
@@ -16,14 +16,14 @@ PROMPT_LENGTHS = (3, 9, 17, 150)
 EOS = 1
 
 
-def prompts() -> Prompts:
+def prompts() -> Batch:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(2, 70, (length,), generator=generator) for length in PROMPT_LENGTHS]
     count = len(rows)
-    return Prompts(
+    return Batch(
         index=torch.arange(count),
         sample=torch.zeros(count, dtype=torch.int64),
-        prompt_ids=ragged(rows),
+        input_ids=ragged(rows),
         data_source=["test"] * count,
         ground_truth=[""] * count,
         extra_info=[{}] * count,
@@ -31,7 +31,7 @@ def prompts() -> Prompts:
     )
 
 
-def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Batch:
+def ask(rollout, asked: Batch, sampling: Sampling, seed: int = 1) -> Batch:
     """The answers of one rank's engine, in rollout mode, by one slice with the weights that it has."""
     from megatron_rl.rollout.seeds import request_seed
     from megatron_rl.rollout.slices import Slice
@@ -40,7 +40,7 @@ def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Batch:
     questions = UnscheduledRequests(asked, sampling, partial(request_seed, seed), None)
     (share,) = questions.shares(1)
     questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
-    return questions.rows()[1]
+    return questions.rows()
 
 
 def tokens(answers: Batch) -> list[list[int]]:
@@ -90,7 +90,7 @@ def hugging_face_greedy(path: str) -> list[list[int]]:
 def greedy_answers(model: torch.nn.Module) -> list[list[int]]:
     """The greedy answers of a model of transformers to `prompts`, token by token."""
     answers = []
-    for row in prompts().prompt_ids.unbind():
+    for row in prompts()["input_ids"].unbind():
         ids = row.tolist()
         for _ in range(GREEDY.max_tokens):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -106,7 +106,7 @@ def hugging_face_log_probs(path: str, answers: list[list[int]]) -> torch.Tensor:
     from megatron_rl.controller.report import hf_model
 
     model, found = hf_model(path), []
-    for row, answer in zip(prompts().prompt_ids.unbind(), answers, strict=True):
+    for row, answer in zip(prompts()["input_ids"].unbind(), answers, strict=True):
         ids = torch.tensor([[*row.tolist(), *answer]])
         log_probs = model(ids).logits[0, len(row) - 1 : -1].log_softmax(-1)
         found.append(log_probs.gather(-1, ids[0, len(row) :, None])[:, 0])

@@ -23,11 +23,11 @@ def starts(run_seed: int, sampling: Sampling = SAMPLED) -> tuple[Start, ...]:
         Start(
             100 + row,
             tuple(ids.tolist()),
-            request_seed(run_seed, sampling.salt, int(asked.index[row]), int(asked.sample[row])),
+            request_seed(run_seed, sampling.salt, int(asked["index"][row]), int(asked["sample"][row])),
             sampling.max_tokens,
             sampling,
         )
-        for row, ids in enumerate(asked.prompt_ids.unbind())
+        for row, ids in enumerate(asked["input_ids"].unbind())
     )
 
 

@@ -40,7 +40,7 @@ def vllm_greedy(folder: str) -> list[list[int]]:
     params = SamplingParams(
         temperature=0.0, max_tokens=GREEDY.max_tokens, stop_token_ids=[EOS], ignore_eos=True, detokenize=False
     )
-    requests = [{"prompt_token_ids": row.tolist()} for row in prompts().prompt_ids.unbind()]
+    requests = [{"prompt_token_ids": row.tolist()} for row in prompts()["input_ids"].unbind()]
     return [list(answer.outputs[0].token_ids) for answer in llm.generate(requests, params, use_tqdm=False)]
 
 

@@ -13,27 +13,18 @@ from megatron_rl.columns import COLUMNS, SCORING, Column
 from megatron_rl.config import roles
 from megatron_rl.config.roles import REFERENCE, PassCall, Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.records import Batch, Prompts, ragged, row_lengths
+from megatron_rl.records import Batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
 TEACHER = "coach_log_probs"
 
 
-def sampled() -> tuple[Prompts, Batch]:
+def sampled() -> Batch:
     """Seven answers to prompts of their own."""
-    rows = random_batch(7)
-    lengths = (row_lengths(rows["input_ids"]) - rows.num_sampled).tolist()
-    prompts = Prompts(
-        index=torch.arange(7),
-        sample=torch.zeros(7, dtype=torch.int64),
-        prompt_ids=ragged([ids[:length] for ids, length in zip(rows["input_ids"].unbind(), lengths, strict=True)]),
-        data_source=["a"] * 7,
-        ground_truth=[""] * 7,
-        extra_info=[{}] * 7,
-        uid=torch.arange(7),
-    )
-    return prompts, rows.select("input_ids", "sampled", "rollout_log_probs")
+    rows = random_batch(7).select("input_ids", "sampled", "rollout_log_probs")
+    rows.add(uid=torch.arange(7))
+    return rows
 
 
 def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
@@ -63,7 +54,7 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         for role in ("coach", REFERENCE, "critic"):
             hosts[placement.roles[role].pool].build(role).get()
-        batch = SampledBatch(1, *sampled())
+        batch = SampledBatch(1, sampled())
         score(list(role_scorers(RunPools(placement, cluster, hosts))), batch)
     return batch.rows
 

@@ -15,7 +15,7 @@ from rollout_checks import ask, logprob_difference, tokens
 from safetensors.torch import load_file
 from tiny_models import run_config
 
-from megatron_rl.records import Batch, Prompts, Sampling, ragged
+from megatron_rl.records import Batch, Sampling, ragged
 
 REAL = Path(__file__).parents[2] / "assets/real"
 pytestmark = [
@@ -29,7 +29,7 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, salt=0)
 LAYOUTS = {"TP3-to-TP3": (3, 3, 1, 3), "PP2-to-TP1": (2, 1, 2, 1)}
 
 
-def reviews() -> Prompts:
+def reviews() -> Batch:
     """The first held-out reviews, as the chat template writes them."""
     from transformers import AutoTokenizer
 
@@ -39,10 +39,10 @@ def reviews() -> Prompts:
         torch.tensor(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False))
         for row in rows
     ]
-    return Prompts(
+    return Batch(
         index=torch.arange(NUM_ROWS),
         sample=torch.zeros(NUM_ROWS, dtype=torch.int64),
-        prompt_ids=ragged(ids),
+        input_ids=ragged(ids),
         data_source=["demo/sentiment"] * NUM_ROWS,
         ground_truth=[""] * NUM_ROWS,
         extra_info=[{}] * NUM_ROWS,
@@ -56,7 +56,7 @@ def transformers_greedy() -> list[list[int]]:
 
     model = AutoModelForCausalLM.from_pretrained(REAL / "model", dtype=torch.float32).eval()
     answers = []
-    for ids in reviews().prompt_ids.unbind():
+    for ids in reviews()["input_ids"].unbind():
         found = model.generate(ids[None], max_new_tokens=GREEDY.max_tokens, do_sample=False)
         answers.append(found[0, len(ids) :].tolist())
     return answers

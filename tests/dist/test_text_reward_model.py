@@ -69,9 +69,10 @@ def read(config: RunConfig) -> ReadText:
     assert notes == []
     prompts = data.batch(range(len(data)))
     answers = [torch.tensor([*tokenizer(text)["input_ids"], 0]) for text in ANSWERS]
-    pairs = zip(prompts.prompt_ids.unbind(), answers, strict=True)
+    pairs = zip(prompts["input_ids"].unbind(), answers, strict=True)
     rows = single_turn(ragged([torch.cat(pair) for pair in pairs]), torch.tensor([len(answer) for answer in answers]))
-    return readers["reward_model"].read(prompts, rows)
+    rows.add(prompts.without("input_ids"))
+    return readers["reward_model"].read(rows)
 
 
 def scores(config: RunConfig) -> tuple[int, torch.Tensor] | None:

@@ -49,7 +49,7 @@ def test_tables_have_every_field(title):
     """Would not catch a description that is wrong."""
     named = {name for row in re.findall(r"^\| (`.*?) \|", section(title), re.M) for name in re.findall(r"`(\w+)`", row)}
     named -= {"Observation"}  # the head of a table
-    properties = {"totals"}  # read as the fields are
+    properties = {"totals", "prompts"}  # read as the fields are
     assert named - properties == {field.name for kind in FIELDS[title] for field in dataclasses.fields(kind)}
 
 

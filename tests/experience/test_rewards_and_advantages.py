@@ -1,7 +1,5 @@
 """From samples to rewards and advantages, on two rows worked out by hand."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -167,7 +165,8 @@ def test_failed_episodes_are_no_scores(name):
         rollout_log_probs=ragged([torch.zeros(n) for n in lengths.tolist()]),
         failed=torch.tensor(FAILED),
     )
-    SampledBatch(1, SimpleNamespace(uid=torch.tensor([0, 0, 0, 1, 1, 2])), batch)
+    batch.add(uid=torch.tensor([0, 0, 0, 1, 1, 2]))
+    SampledBatch(1, batch)
     batch.add(scores=torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 2.0]))
     add_rewards(batch, 0.0)
     estimator, *by = name.split()

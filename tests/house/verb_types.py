@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megatron_rl.controller.run import Run
 from megatron_rl.dispatch import Future
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch, Sampling
 from megatron_rl.roles.transfer_address import TransferAddress
 
 
@@ -22,11 +22,11 @@ def right(run: Run, batch: Batch) -> None:
     del metrics, scores, reasons
 
 
-def wrong(run: Run, batch: Batch, prompts: Prompts) -> None:
+def wrong(run: Run, batch: Batch, sampling: Sampling) -> None:
     """Each line has one fault: another record, no argument, an answer that was not waited for, an unknown method, and a
     role that a run may lack.
     """
-    run.roles.actor.update(prompts)  # type: ignore[arg-type]
+    run.roles.actor.update(sampling)  # type: ignore[arg-type]
     run.roles.actor.update()  # type: ignore[call-arg]
     _ = run.roles.actor.update(batch)[0]  # type: ignore[index]
     _ = run.roles.actor.log_probs(batch)["old_log_probs"]  # type: ignore[index]

@@ -13,7 +13,7 @@ from tiny_models import random_batch, run_config, tie_routers
 from updates import NUM_ROWS
 
 from megatron_rl.columns import ACTOR_SCORES
-from megatron_rl.records import Batch, ragged, ragged_from_lengths, row_lengths, single_turn
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, repeated, row_lengths, single_turn
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 6, 2
 BOUND = 5e-5
@@ -76,7 +76,7 @@ def differences(config) -> dict | None:
     worker = RankHost(config)
     worker.build("actor")
     worker.build("rollout")
-    actor, asked = worker.roles["actor"], prompts().repeat(3)
+    actor, asked = worker.roles["actor"], repeated(prompts(), 3)
     worker.roles["rollout"].enter()
     found = ask(worker.roles["rollout"], asked, dataclasses.replace(RANDOM, with_experts=True))
     worker.roles["rollout"].exit()

@@ -14,7 +14,7 @@ from test_remote_columns import Shelf
 from megatron_rl.agents.episode import EpisodeLimits, Reply
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.errors import ConfigError
-from megatron_rl.records import Prompts, Sampling, ragged
+from megatron_rl.records import Batch, Sampling, ragged
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn
 from megatron_rl.sampling.group_map import GroupMap
@@ -25,12 +25,12 @@ from megatron_rl.sampling.sampler import draft_metrics
 SAMPLING, GREEDILY = Sampling(1.0, 1.0, -1, 5, salt=7), Sampling(0.0, 1.0, -1, 5, salt=-1)
 
 
-def prompts(*rows: list[int]) -> Prompts:
+def prompts(*rows: list[int]) -> Batch:
     number = len(rows)
-    return Prompts(
+    return Batch(
         index=torch.arange(number) + 10,
         sample=torch.arange(number) % 2,
-        prompt_ids=ragged([torch.tensor(row) for row in rows]),
+        input_ids=ragged([torch.tensor(row) for row in rows]),
         data_source=[""] * number,
         ground_truth=[""] * number,
         extra_info=[{}] * number,
@@ -71,7 +71,7 @@ def test_requests_that_are_compared() -> None:
     """
     answers, two = two_batches(), prompts([1, 2], [3])
     assert [answers.episode(request).group for request in range(6)] == [(request,) for request in range(6)]
-    two.uid[:] = 4
+    two["uid"][:] = 4
     answers.add(3, two, SAMPLING, two[:1], GREEDILY)
     assert [answers.episode(request).group for request in range(6, 9)] == [(6, 7), (6, 7), (8,)]
 
@@ -84,7 +84,7 @@ def test_a_complete_batch_says_which_weights_drew_each_token() -> None:
     with pytest.raises(ValueError, match=r"rows \[1\] of batch 1"):
         answers.batch(1)
     answers.episode(1).truncate()
-    _, found, greedy = answers.batch(1)
+    found, greedy = answers.batch(1)
     assert [row.tolist() for row in found.sampled_ids.unbind()] == [[5, 6, 2], [7]]
     assert [row.tolist() for row in found["versions"].unbind()] == [[0, 0, 1], [0]]
     assert [row.tolist() for row in found["rollout_log_probs"].unbind()] == [[-1.0, -2.0, -0.5], [-3.0]]
@@ -106,16 +106,16 @@ def test_a_greedy_response_is_trained_with_its_group(tmp_path: Path) -> None:
     assert [answers.start(request).sampling for request in range(4)] == [SAMPLING, GREEDILY] * 2
     assert answers.requests_of(1) == ([2, 4], [3, 5]) and answers.requests_of(2) == ([0, 6], [1, 7])
     answers.extend({n: Drawn((n,), (-0.5,), "stop") for n in (1, 2, 3, 4, 5)}, version=0)
-    batch, rows, greedy = answers.batch(1)
+    rows, greedy = answers.batch(1)
     assert greedy is not None and [row.tolist() for row in greedy.sampled_ids.unbind()] == [[3], [5]]
-    assert [row.tolist() for row in rows.sampled_ids.unbind()] == [[2], [4]] and batch.uid.tolist() == [0, 1]
+    assert [row.tolist() for row in rows.sampled_ids.unbind()] == [[2], [4]] and rows["uid"].tolist() == [0, 1]
     write_rollouts(tmp_path, answers, {"taken": 1, "next_new": 8}, step=1)
     again.trained(1)
     rows = prompts([1], [1])
-    read_answers(tmp_path, again, lambda indices: dataclasses.replace(rows, index=torch.tensor(indices)))
+    read_answers(tmp_path, again, lambda indices: rows.add(index=torch.tensor(indices)) or rows)
     assert again.start(0) == answers.start(0) and again.start(1) == answers.start(1)
     again.extend({n: Drawn((n,), (-0.5,), "stop") for n in (0, 6, 7)}, version=1)
-    greedy = again.batch(2)[2]
+    greedy = again.batch(2)[1]
     assert greedy is not None and [row.tolist() for row in greedy.sampled_ids.unbind()] == [[1], [7]]
     assert [row.tolist() for row in greedy["versions"].unbind()] == [[0], [1]]
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None
     assert read.start(3) == answers.start(3) and read.start(5) == answers.start(5)
     assert read.start(0).token_ids == (1, 2)  # trained: not kept
     read.extend({3: Drawn((), (), "stop"), 4: Drawn((1,), (0.0,), "stop"), 5: Drawn((1,), (0.0,), "stop")}, version=9)
-    _, found, _ = read.batch(2)
+    found, _ = read.batch(2)
     assert found["rollout_log_probs"].unbind()[0].tolist() == torch.tensor([-0.1, -0.2]).tolist()
     assert [row.tolist() for row in found["versions"].unbind()] == [[4, 4], [9]]
 

@@ -78,8 +78,8 @@ def test_a_batch_is_one_round_of_contiguous_shares(tmp_path: Path) -> None:
         }
         assert {(order.version, order.num_steps) for order in rollout.calls[-1].values()} == {(step - 1, None)}
         assert [start.sampling.temperature for start in rollout.calls[-1][2].starts] == [0.0]
-        assert batch.prompts.index.tolist() == [2 * step - 2] * 2 + [2 * step - 1] * 2
-        answers = [[number] * 2 for number in batch.prompts.index.tolist()]
+        assert batch.rows["index"].tolist() == [2 * step - 2] * 2 + [2 * step - 1] * 2
+        answers = [[number] * 2 for number in batch.rows["index"].tolist()]
         assert [row.tolist() for row in batch.rows.sampled_ids.unbind()] == answers
         assert "versions" not in batch.rows and "routed_experts" not in batch.rows
         assert batch.greedy is not None and len(batch.greedy) == 2
@@ -99,12 +99,12 @@ def test_prompts_beside_the_schedule_leave_it_alone() -> None:
     sampler.next(1)
     sampler.load_weights(1)
     prompts = sampler.next_prompts(Counting())[:3]
-    _, answers = sampler.answer(prompts, sampler.greedy())
+    answers = sampler.answer(prompts, sampler.greedy())
     assert shares(rollout.calls[-1]) == {0: (-1,), 1: (-2,), 2: (-3,)}
     assert {order.version for order in rollout.calls[-1].values()} == {1}
     assert [row.tolist() for row in answers.sampled_ids.unbind()] == [[0, 0], [0, 0], [1, 1]]
     assert torch.equal(answers.flat("rollout_log_probs"), torch.tensor([0.0, -1.0] * 3))
-    assert sampler.next(2).prompts.index.tolist() == [2, 2, 3, 3]
+    assert sampler.next(2).rows["index"].tolist() == [2, 2, 3, 3]
 
 
 class Same(Counting):

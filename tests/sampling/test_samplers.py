@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import RewardError
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Prompts, Sampling, ragged, single_turn
+from megatron_rl.records import Batch, Sampling, one_per_group, prompts_of, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.response_history import ResponseHistory
@@ -70,11 +70,11 @@ class Pairs:
     def __len__(self) -> int:
         return 6
 
-    def batch(self, index: torch.Tensor) -> Prompts:
-        return Prompts(
+    def batch(self, index: torch.Tensor) -> Batch:
+        return Batch(
             index=index,
             sample=torch.zeros(2, dtype=torch.int64),
-            prompt_ids=ragged([torch.tensor([row + 1, int(number)]) for row, number in enumerate(index)]),
+            input_ids=ragged([torch.tensor([row + 1, int(number)]) for row, number in enumerate(index)]),
             data_source=["a", "a"],
             ground_truth=["x", "y"],
             extra_info=[{}, {}],
@@ -123,8 +123,8 @@ def streaming(config: RunConfig, rule, models=(), earlier=None, said=None) -> tu
 def mixed_rule(mixed: set[int]):
     """Only prompts whose number is in `mixed` get scores that differ."""
 
-    def rule(prompts: Prompts, answers: Batch, numbers=()) -> ScoredAnswers:
-        rows = zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
+    def rule(answers: Batch, numbers=()) -> ScoredAnswers:
+        rows = zip(answers["index"].tolist(), answers["sample"].tolist(), strict=True)
         return scored([float(index in mixed and sample == 1) for index, sample in rows])
 
     return rule
@@ -144,12 +144,12 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     rule = mixed_rule(mixed)
     rollouts, rollout = streaming(run_config(most), rule)
     batch = rollouts.next(step=1)
-    assert batch.prompts.index.tolist() == [index for index in chosen for _ in range(2)]
-    assert batch.rows.sampled_ids.values().tolist() == batch.prompts.index.tolist()
-    expected = rule(batch.prompts, batch.rows)
+    assert batch.rows["index"].tolist() == [index for index in chosen for _ in range(2)]
+    assert batch.rows.sampled_ids.values().tolist() == batch.rows["index"].tolist()
+    expected = rule(batch.rows)
     assert batch.scored.scores.tolist() == expected.scores.tolist()
     assert (batch.scored.samples, batch.scored.outcomes) == (expected.samples, expected.outcomes)
-    assert len(batch.prompts.uid.unique()) == 2
+    assert len(batch.rows["uid"].unique()) == 2
     share = 1 - 1 / noted[0]  # each batch of generation has as many tokens
     names = ("train/num_gen_batches", "train/differing_groups", "train/dropped_tokens")
     assert batch.metrics == dict(zip(names, (*noted, share), strict=True))
@@ -168,7 +168,7 @@ def keep(rows):
     config, said = run_config(2), []
     config.algorithm.filter_groups.path, config.algorithm.filter_groups.name = str(tmp_path / "mine.py"), "keep"
     batch = streaming(config, mixed_rule({0, 1, 3}), said=said)[0].next(step=1)
-    assert batch.prompts.index.tolist() == [1, 1, 3, 3] and batch.metrics["train/differing_groups"] == 1
+    assert batch.rows["index"].tolist() == [1, 1, 3, 3] and batch.metrics["train/differing_groups"] == 1
     assert (batch.metrics["filter_groups/kept_ratio"], batch.metrics["filter_groups/raised"]) == (0.5, 1)
     assert len(said) == 1 and said[0].startswith("1 of 2 verdicts on groups failed; the first: the group filter raised")
 
@@ -208,19 +208,20 @@ def test_without_filter_one_batch():
     config.algorithm.filter_groups.enable = False
     rollouts, rollout = streaming(config, mixed_rule(set()))
     batch = rollouts.next(step=1)
-    assert len(batch.prompts) == 4 and batch.scored is None and batch.metrics == {} and len(rollout.salts) == 1
+    assert len(batch.rows) == 4 and batch.scored is None and batch.metrics == {} and len(rollout.salts) == 1
 
 
 def test_scores_of_greedy_answers_reach_their_groups():
     """One answer per group, for all its samples; overlong ones are penalised. Would not catch a sampled baseline."""
     config = run_config()
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
-    rollouts, rollout = streaming(config, lambda p, g, numbers=(): scored(g.sampled_ids.values().float().tolist()))
-    prompts = Prompts.joined([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
-    prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
-    one = prompts.one_per_group()
-    assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
-    _, greedy = rollouts.answer(one, rollouts.greedy())
+    rollouts, rollout = streaming(config, lambda g, numbers=(): scored(g.sampled_ids.values().float().tolist()))
+    prompts = Batch.joined([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
+    prompts.add(uid=torch.tensor([8, 8, 3, 3, 5, 5, 9, 9]))
+    one = one_per_group(prompts)
+    assert one["uid"].tolist() == [3, 5, 8, 9] and one["index"].tolist() == [1, 2, 0, 3]
+    assert one["sample"].tolist() == [0] * 4
+    greedy = rollouts.answer(one, rollouts.greedy())
     found = rollouts._groups.judge.scorer.rewards.greedy_scores(prompts, greedy, [])
     assert found.tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
@@ -248,23 +249,22 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     config.reward_model.enable, config.reward_model.rule_weight, config.reward_model.weight = True, 2.0, 0.5
     specs = Placement.of(config).reward_models
     models = zip(specs, [Judge(1), Judge(2)], strict=True)
-    rollouts, rollout = streaming(config, lambda p, g, numbers=(): scored([1.0] * len(p)), models)
+    rollouts, rollout = streaming(config, lambda g, numbers=(): scored([1.0] * len(g)), models)
     batch = rollouts.next(step=1)
     assert batch.metrics["train/num_gen_batches"] == 1 and batch.metrics["train/differing_groups"] == 1.0
-    assert batch.prompts.index.tolist() == [0, 0, 1, 1] and batch.scored.scores.tolist() == [2.0, 2.5, 0.0, -1.0]
+    assert batch.rows["index"].tolist() == [0, 0, 1, 1] and batch.scored.scores.tolist() == [2.0, 2.5, 0.0, -1.0]
     metrics = batch.scored.metrics()
     assert metrics["reward/rm_score/mean"] == 0.25 and metrics["reward/rule_score/mean"] == 1
     assert metrics["reward/strict_score/mean"] == 1.25
 
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
-    questions = batch.prompts.one_per_group()
-    _, greedy = rollouts.answer(questions, rollouts.greedy())
+    greedy = rollouts.answer(one_per_group(prompts_of(batch.rows)), rollouts.greedy())
     rewards = rollouts._groups.judge.scorer.rewards
-    pending = rewards.start(questions, greedy)
-    assert rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
+    pending = rewards.start(greedy)
+    assert rewards.greedy_scores(batch.rows, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
 
     config.algorithm.adv_estimator, config.algorithm.gdpo_reward_keys = "gdpo", ["score", "overlong_reward"]
-    penalised = rewards.training_scores(questions, greedy, rewards.start(questions, greedy))
+    penalised = rewards.training_scores(greedy, rewards.start(greedy))
     assert penalised.scores.tolist() == [1.0, 0.0]
     components = rewards.components(penalised)
     assert components is not None and components.tolist() == [[1.0, -1.0], [1.0, -1.0]]
@@ -283,22 +283,22 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     class Rule:
         tokenizer = ModelFolder(REPOSITORY / "assets/demo/model").tokenizer
 
-        def __call__(self, prompts: Prompts, answers: Batch, numbers=()) -> ScoredAnswers:
-            asked.append(len(prompts))
+        def __call__(self, answers: Batch, numbers=()) -> ScoredAnswers:
+            asked.append(len(answers))
             return scored([1.0, 0.0])
 
     models = zip(Placement.of(config).reward_models, [Judge(1)], strict=True)
     rewards = Rewards(config, Rule(), list(models), warn=print, clock=PhaseClock(lambda name: None))
     prompts = Pairs().batch(torch.tensor([0, 0]))
-    prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([1])])
-    _, answers = streaming(config, Rule())[0].answer(prompts, Sampling(1.0, 1.0, -1, 1, 0))
-    trained = rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
+    prompts.add(input_ids=ragged([torch.tensor([1]), torch.tensor([1])]))
+    answers = streaming(config, Rule())[0].answer(prompts, Sampling(1.0, 1.0, -1, 1, 0))
+    trained = rewards.training_scores(answers, rewards.start(answers))
     assert trained.scores.tolist() == [0.0, 0.5] and asked == []
     assert trained.metrics() == {"reward/rm_score/mean": 0.5} and "acc" not in trained.variables()
-    validated = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).variables()
+    validated = rewards.task_scores(answers, rewards.start(answers)).variables()
     rewards.shaping = RewardShaping({"reward_model": ModelShaping("a", is_running=True)})
     answers.add(failed=torch.tensor([True, False]))
-    rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
+    rewards.training_scores(answers, rewards.start(answers))
     assert rewards.shaping.metrics()["reward/reward_model/running_mean"] == 1.0  # not the 0 of what failed
     assert asked == [2] and validated == {
         "acc": [1.0, 0.0],
@@ -331,14 +331,13 @@ def test_each_reward_model_reads_in_its_own_way():
     reader = TextReader("reward_model", tokenizer, tokenizer, 3, "reward_model.max_length")
     text, tokens = Reading(), Reading()
     models = list(zip(Placement.of(config).reward_models, (text, tokens), strict=True))
-    rule, clock = (lambda p, g, numbers=(): scored([0.0] * len(p))), PhaseClock(lambda name: None)
+    rule, clock = (lambda g, numbers=(): scored([0.0] * len(g))), PhaseClock(lambda name: None)
     rewards = Rewards(config, rule, models, warnings.append, clock, {"reward_model": reader})
-    prompts = Pairs().batch(torch.tensor([0, 1]))
-    prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([2])])
-    prompts.raw_prompt = [[{"role": "user", "content": "1+"}], "="]
     answers = single_turn(ragged([torch.tensor([1, 5, 14, 1]), torch.tensor([2, 5, 1])]), torch.tensor([3, 2]))
+    answers.add(Pairs().batch(torch.tensor([0, 1])).without("input_ids"))
+    answers.add(raw_prompt=[[{"role": "user", "content": "1+"}], "="])
     for _ in range(2):
-        metrics = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).metrics()
+        metrics = rewards.task_scores(answers, rewards.start(answers)).metrics()
     assert text.rows == [[5, 14, 5], [15, 5]] and tokens.rows == [[1, 5, 14, 1], [2, 5, 1]]
     assert metrics["reward/rm_score/mean"] == 2.5 and metrics["reward/strict_score/mean"] == 3.5
     assert metrics["reward/rm_truncated/mean"] == 0.5 and "reward/strict_truncated/mean" not in metrics

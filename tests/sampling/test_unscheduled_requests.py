@@ -9,7 +9,7 @@ from test_samplers import Pairs
 from megatron_rl.agents.episode import EpisodeLimits, Reply
 from megatron_rl.agents.episodes import Episodes
 from megatron_rl.agents.observation import Observation, Turn
-from megatron_rl.records import Sampling
+from megatron_rl.records import Sampling, repeated
 from megatron_rl.rollout.slices import Drawn, SliceReport
 from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 
@@ -56,7 +56,7 @@ def test_a_late_answer_holds_up_its_own_row(awaits) -> None:
     arrivals = [[(-2, GOES_ON), (-3, GOES_ON), (9, ENDS)], [(-4, ENDS)], [(-1, ENDS)], [(-2, ENDS), (-3, ENDS)]]
     episodes = Arriving(arrivals if awaits else [*arrivals[:2], arrivals[3], arrivals[2]])
     episodes.waiting.add(9)
-    prompts = Pairs().batch(torch.tensor([0, 1])).repeat(2)
+    prompts = repeated(Pairs().batch(torch.tensor([0, 1])), 2)
     asked = UnscheduledRequests(prompts, Sampling(1.0, 1.0, -1, 8, 1), lambda *_: 0, episodes, awaits)
     asked.begin()
     assert drawn(asked) == [-1, -2, -3, -4]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Prompts, ragged, single_turn
+from megatron_rl.records import ragged, single_turn
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.group_function import GroupRewardSource
 from megatron_rl.scoring.group_reward import GroupReward
@@ -54,19 +54,18 @@ def source(tmp_path):
 def batch(uid, responses, truths=None, **columns):
     """Rows of the groups `uid`, with these response ids."""
     count, sample = len(uid), [uid[:row].count(number) for row, number in enumerate(uid)]
-    prompts = Prompts(
+    whole = [torch.tensor([1, *response]) for response in responses]
+    rows = single_turn(ragged(whole), torch.tensor([len(response) for response in responses]))
+    rows.add(
         index=torch.tensor([10 + number for number in uid]),
         sample=torch.tensor(sample),
-        prompt_ids=ragged([torch.tensor([1])] * count),
         data_source=["unit"] * count,
         ground_truth=truths or ["x"] * count,
         extra_info=[{"row": row} for row in range(count)],
         uid=torch.tensor(uid),
     )
-    whole = [torch.tensor([1, *response]) for response in responses]
-    rows = single_turn(ragged(whole), torch.tensor([len(response) for response in responses]))
     rows.add(truncated=torch.tensor([0 not in response for response in responses]), **columns)
-    return prompts, rows
+    return rows
 
 
 def test_rows_and_scores_of_interleaved_groups(source, tokenizer, tmp_path):
@@ -80,14 +79,14 @@ def compute_group_scores(rows):
 """
     here = RewardHere(source(told))
     rows = batch([4, 3, 4, 3, 4], [[1, 1, 0], [2, 0], [1, 2], [], [2, 0]])
-    scored = GroupReward(here, tokenizer)(*rows)
+    scored = GroupReward(here, tokenizer)(rows)
     assert scored.scores.tolist() == [2, 1, 2, 0, 1]
     seen = here._call.args[0].func.__globals__["seen"]
     assert [[row["solution_str"] for row in group] for group in seen] == [["aa", "ab", "b"], ["b", ""]]
     first = {"data_source": "unit", "solution_str": "ab", "ground_truth": "x", "extra_info": {"row": 2}}
     assert seen[0][1] == first | {"index": 14, "sample": 1, "num_tokens": 2, "truncated": True}
     with RewardProcesses(source(RANK, scale=2), 2, 10.0, True) as processes:
-        ranked = GroupReward(processes, tokenizer)(*rows)
+        ranked = GroupReward(processes, tokenizer)(rows)
     assert ranked.scores.tolist() == [2, 2, 2, 0, 0] and ranked.metrics()["reward/of/mean"] == 13 / 5
     assert sorted((tmp_path / "mine.py.calls").read_text().split("\n")) == ["", "aa|ab|b", "b|"]
 
@@ -110,7 +109,7 @@ def test_every_failure_of_a_call_costs_one_group(source, tokenizer):
     uid = [group for group in range(len(truths)) for _ in range(2)]
     rows = batch(uid, [[1]] * len(uid), [truth for truth in truths for _ in range(2)])
     with RewardProcesses(source(OBEDIENT), 2, 1.0, True) as processes:
-        scored = GroupReward(processes, tokenizer, NOT_ASKED)(*rows)
+        scored = GroupReward(processes, tokenizer, NOT_ASKED)(rows)
     assert scored.scores.tolist() == [1.0, 2.0, NOT_ASKED, NOT_ASKED] * len(BAD)
     for number, (kind, reason) in enumerate(BAD.values()):
         for outcome in scored.outcomes[4 * number + 2 : 4 * number + 4]:
@@ -127,7 +126,7 @@ async def compute_group_scores(rows):
 """
     rows = batch([0] * 4, [[1]] * 4)
     with RewardProcesses(source(text), 1, 10.0, True) as processes:
-        scored = [GroupReward(kind, tokenizer)(*rows) for kind in (processes, RewardHere(source(text)))]
+        scored = [GroupReward(kind, tokenizer)(rows) for kind in (processes, RewardHere(source(text)))]
     for found in scored:
         assert [outcome.failure for outcome in found.outcomes] == ["", "no_score", "no_score", ""]
         assert found.scores.tolist() == [1, 0, 0, 4] and found.variables()["acc"] == [0, 0, 0, 4]
@@ -139,16 +138,16 @@ def test_episodes_that_failed_are_in_no_group(source, tokenizer, tmp_path):
     episodes asks nothing. Would not catch an episode that failed and is trained.
     """
     rows = batch([0, 0, 0, 1], [[1, 1], [], [1], []], failed=torch.tensor([False, True, False, True]))
-    rows[1].add(environment_rewards=torch.tensor([0.25, 0.0, 0.5, 0.0]))
-    scored = GroupReward(RewardHere(source(RANK)), tokenizer, NOT_ASKED)(*rows)
+    rows.add(environment_rewards=torch.tensor([0.25, 0.0, 0.5, 0.0]))
+    scored = GroupReward(RewardHere(source(RANK)), tokenizer, NOT_ASKED)(rows)
     assert scored.scores.tolist() == [1, NOT_ASKED, 0, NOT_ASKED]
     assert [outcome.failure for outcome in scored.outcomes] == [""] * 4 and scored.first_failure is None
     assert scored.variables()["acc"] == [1, 0, 0, 0]
     assert (tmp_path / "mine.py.calls").read_text() == "aa|a\n"
     with pytest.raises(RewardError, match="none of 2 samples could be scored; .*KeyError"):
-        GroupReward(RewardHere(source("def compute_group_scores(rows): return rows[0]['no']")), tokenizer)(*rows)
+        GroupReward(RewardHere(source("def compute_group_scores(rows): return rows[0]['no']")), tokenizer)(rows)
     lost = batch([0, 0], [[], []], failed=torch.tensor([True, True]))
-    assert GroupReward(RewardHere(source(RANK)), tokenizer, NOT_ASKED)(*lost).scores.tolist() == [NOT_ASKED] * 2
+    assert GroupReward(RewardHere(source(RANK)), tokenizer, NOT_ASKED)(lost).scores.tolist() == [NOT_ASKED] * 2
 
 
 def test_a_group_begins_as_its_last_response_ends(source, tokenizer, tmp_path):
@@ -169,12 +168,12 @@ def test_a_group_begins_as_its_last_response_ends(source, tokenizer, tmp_path):
         for number, text in ((8, [1, 1, 1]), (6, [1]), (9, [2]), (7, [1, 1]), (12, [1]), (11, [2, 2, 2])):
             reward.begin(ended(number, text))
         assert processes.num_open == 1
-        assert reward(*rows, numbers=range(6, 12)).scores.tolist() == [0, 1, 2] * 2
+        assert reward(rows, numbers=range(6, 12)).scores.tolist() == [0, 1, 2] * 2
         assert calls.read_text().split() == ["a|aa|aaa", "b|bb|bbb"]
         for number, text in ((13, [2]), (14, [2]), (15, [1]), (16, [1]), (17, [1])):
             reward.begin(ended(number, text))
         changed = batch([0, 0, 0, 1, 1, 1], [[1], [2], [2], [1], [1, 1], [1]])
-        assert reward(*changed, numbers=range(12, 18)).scores.tolist() == [0, 0, 0, 0, 2, 0]
+        assert reward(changed, numbers=range(12, 18)).scores.tolist() == [0, 0, 0, 0, 2, 0]
     assert sorted(calls.read_text().split()[2:]) == ["a|aa|a", "a|a|a", "a|b|b"]
 
 

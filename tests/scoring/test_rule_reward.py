@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Prompts, ragged, single_turn
+from megatron_rl.records import ragged, single_turn
 from megatron_rl.scoring.function import RewardSource, load_reward_function
 from megatron_rl.scoring.outcome import OWN_NAMES, score_sample
 from megatron_rl.scoring.rule import RuleReward
@@ -47,17 +47,15 @@ def batch(*responses):
     """Prompts 10, 11, ... with the given response ids, ground truth "ab" and extra_info {"row": i}."""
     count = len(responses)
     rows = [torch.tensor(response, dtype=torch.int64) for response in responses]
-    prompts = Prompts(
+    whole = [torch.cat([torch.tensor([1]), row]) for row in rows]
+    answered = single_turn(ragged(whole), torch.tensor([len(row) for row in rows]))
+    answered.add(
         index=torch.arange(10, 10 + count),
-        sample=torch.zeros(count, dtype=torch.int64),
-        prompt_ids=ragged([torch.tensor([1])] * count),
         data_source=["unit"] * count,
         ground_truth=["ab"] * count,
         extra_info=[{"row": row} for row in range(count)],
-        uid=torch.arange(count),
     )
-    whole = [torch.cat([torch.tensor([1]), row]) for row in rows]
-    return prompts, single_turn(ragged(whole), torch.tensor([len(row) for row in rows]))
+    return answered
 
 
 def exact(data_source, solution_str, ground_truth, extra_info=None):
@@ -67,7 +65,7 @@ def exact(data_source, solution_str, ground_truth, extra_info=None):
 def test_scores_decoded_answers_in_order(tokenizer):
     """Ragged answers, EOS removed, keywords passed on. Would not catch a tokenizer that tidies spaces on decoding."""
     processes = InProcess(exact)
-    scored = RuleReward(processes, tokenizer)(*batch([1, 2, 0], [2], [1, 2]))
+    scored = RuleReward(processes, tokenizer)(batch([1, 2, 0], [2], [1, 2]))
     assert processes.seen == [("unit", "ab", "ab", {"row": 0}), ("unit", "b", "ab", {"row": 1}), processes.seen[2]]
     assert scored.scores.tolist() == [1.0, 0.0, 1.0] and scored.scores.dtype == torch.float32
     assert scored.first_failure is None and scored.metrics()["reward/failed_ratio"] == 0.0
@@ -76,13 +74,13 @@ def test_scores_decoded_answers_in_order(tokenizer):
 def test_empty_answers_are_scored_as_empty_text(tokenizer):
     """An end token alone, and no token at all. Would not catch a loss that cannot take a row without tokens."""
     processes = InProcess(lambda **row: len(row["solution_str"]))
-    assert RuleReward(processes, tokenizer)(*batch([0], [1], [])).scores.tolist() == [0.0, 1.0, 0.0]
+    assert RuleReward(processes, tokenizer)(batch([0], [1], [])).scores.tolist() == [0.0, 1.0, 0.0]
 
 
 def test_accepts_numbers_and_dicts(tokenizer):
     """int, bool and {"score": ...}; other numbers and texts are kept. Would not catch a number of another library."""
     results = iter([2, True, {"score": 0.5, "acc": True, "pred": "x", "bad": float("nan"), "list": [1]}])
-    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer)(*batch([1], [1], [1]))
+    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer)(batch([1], [1], [1]))
     assert scored.scores.tolist() == [2.0, 1.0, 0.5]
     assert scored.outcomes[2].extras == {"acc": 1.0, "pred": "x"}
     assert scored.metrics()["reward/acc/mean"] == 1.0
@@ -92,7 +90,7 @@ def test_accepts_numbers_and_dicts(tokenizer):
 def test_what_is_not_a_score_gets_the_configured_one(tokenizer, result):
     """Among good samples it is counted. Would not catch a subclass of float that is none."""
     results = iter([1.0, result])
-    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer, failed_score=-2.0)(*batch([1], [1, 2]))
+    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer, failed_score=-2.0)(batch([1], [1, 2]))
     assert scored.scores.tolist() == [1.0, -2.0]
     metrics = scored.metrics()
     assert (metrics["reward/failed_ratio"], metrics["reward/no_score"], metrics["reward/raised"]) == (0.5, 1.0, 0.0)
@@ -108,9 +106,9 @@ def test_all_samples_failing_stops_the_run_unless_allowed(tokenizer):
 
     rows = batch([1] * 300, [1])
     with pytest.raises(RewardError, match="none of 2 .*ZeroDivisionError: no rule.*prompt 10 of") as error:
-        RuleReward(InProcess(score), tokenizer)(*rows)
+        RuleReward(InProcess(score), tokenizer)(rows)
     assert "a...a" in str(error.value) and len(str(error.value)) < 500
-    allowed = RuleReward(InProcess(score), tokenizer, failed_score=0.25, stop_if_all_failed=False)(*rows)
+    allowed = RuleReward(InProcess(score), tokenizer, failed_score=0.25, stop_if_all_failed=False)(rows)
     assert allowed.scores.tolist() == [0.25, 0.25] and allowed.metrics()["reward/failed_ratio"] == 1.0
 
 
@@ -132,25 +130,25 @@ def test_the_line_of_the_users_file_is_shown(write, tokenizer, body, line):
     )
     function = load_reward_function(RewardSource(path, "compute_score"))
     with pytest.raises(RewardError) as error:
-        RuleReward(InProcess(function), tokenizer)(*batch([1, 2]))
+        RuleReward(InProcess(function), tokenizer)(batch([1, 2]))
     assert re.search(line, str(error.value))
 
 
 def test_variables_of_validation(tokenizer):
     """A failed sample is not right and has no other number. Would not catch a metric that forgets None."""
     results = iter([{"score": 0.5, "acc": 1, "steps": 3, "pred": "a"}, None, 0.25])
-    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer, failed_score=-1.0)(*batch([1], [1], [1]))
+    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer, failed_score=-1.0)(batch([1], [1], [1]))
     expected = {"acc": [1.0, 0.0, 0.25], "reward": [0.5, -1.0, 0.25], "steps": [3.0, None, None]}
     assert scored.variables() == expected
     assert scored.predictions() == ["a", None, None]
-    plain = RuleReward(InProcess(exact), tokenizer)(*batch([1, 2], [1]))
+    plain = RuleReward(InProcess(exact), tokenizer)(batch([1, 2], [1]))
     assert plain.variables() == {"acc": [1.0, 0.0], "reward": [1.0, 0.0]} and plain.predictions() == [None, None]
 
 
 def test_table_has_verls_columns(tokenizer):
     """Would not catch questions in another order than the answers."""
     results = iter([{"score": 0.5, "pred": "a"}, None])
-    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer)(*batch([1], [2]))
+    scored = RuleReward(InProcess(lambda **_: next(results)), tokenizer)(batch([1], [2]))
     first, second = scored.table(["1+1=", "1+2="], step=7)
     assert first == {
         "input": "1+1=",
@@ -168,7 +166,7 @@ def test_table_has_verls_columns(tokenizer):
 def test_entries_under_the_programs_names_are_kept_apart(tokenizer):
     """Neither metrics, validation nor tables lose a value to the function's. Would not catch a name added later."""
     told = {"score": 1.0, "reward": 5.0, "step": 99, "rm_score": 7.0, "failure": "none", "rule/step": 3}
-    scored = RuleReward(InProcess(lambda **_: told), tokenizer)(*batch([1]))
+    scored = RuleReward(InProcess(lambda **_: told), tokenizer)(batch([1]))
     scored = combine(scored, [ModelScores("reward_model", torch.tensor([2.0]), 1.0)], 1.0)
     assert scored.variables()["reward"] == [3.0] and scored.variables()["rm_score"] == [2.0]
     apart = {"rule/reward": 5.0, "rule/step": 99.0, "rule/rm_score": 7.0, "rule/rule/step": 3.0}
@@ -180,7 +178,7 @@ def test_entries_under_the_programs_names_are_kept_apart(tokenizer):
 
 def test_every_column_of_a_table_is_a_reserved_name(tokenizer):
     """Would not catch a name that only another room writes."""
-    scored = RuleReward(InProcess(exact), tokenizer)(*batch([1]))
+    scored = RuleReward(InProcess(exact), tokenizer)(batch([1]))
     scored = combine(scored, [ModelScores("reward_model", torch.tensor([2.0]), 1.0, torch.tensor([False]))], 1.0)
     columns = scored.table(["1+1="], step=7)[0].keys()
     assert columns | scored.variables().keys() - {"acc"} == OWN_NAMES

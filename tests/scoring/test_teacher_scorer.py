@@ -12,7 +12,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.role_kinds import KINDS
 from megatron_rl.config.roles import TEACHER, RoleSpec
 from megatron_rl.dispatch import Future
-from megatron_rl.records import Batch, Prompts, ragged, single_turn
+from megatron_rl.records import Batch, ragged, single_turn
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.teachers import TeacherCall, TeacherScorer
 
@@ -22,10 +22,9 @@ SAMPLED = [1, 1, 2]
 
 def sampled(sources: list[str]) -> SampledBatch:
     number = torch.arange(len(sources))
-    prompts = Prompts(
-        number, number * 0, ragged([torch.tensor(row) for row in ROWS]), sources, [None] * 3, [{}] * 3, number
-    )
-    return SampledBatch(1, prompts, single_turn(ragged([torch.tensor(row) for row in ROWS]), torch.tensor(SAMPLED)))
+    rows = single_turn(ragged([torch.tensor(row) for row in ROWS]), torch.tensor(SAMPLED))
+    rows.add(index=number, uid=number, data_source=sources)
+    return SampledBatch(1, rows)
 
 
 def teacher(key: str | None, factor: float, asked: list[list[list[int]]]) -> TeacherCall:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Prompts, ragged, single_turn
+from megatron_rl.records import Batch, one_per_group, ragged, repeated, single_turn
 from megatron_rl.scoring.text_reader import TextReader, without_end
 
 # The policy reads characters: <eos> 0, <pad> 1, <think> 2 (all special), a 3, b 4, c 5, a space 6.
@@ -49,21 +49,11 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Batch]:
-    rows = torch.arange(len(raw))
-    told = ["x"] * len(raw)
-    prompts = Prompts(
-        index=rows,
-        sample=rows,
-        prompt_ids=ragged([torch.tensor(ids) for ids in prompt_ids]),
-        data_source=told,
-        ground_truth=told,
-        extra_info=told,
-        uid=torch.arange(len(raw)),
-        raw_prompt=raw,
-    )
+def batch(raw, prompt_ids, response_ids) -> Batch:
     whole = [torch.tensor([*ids, *answer]) for ids, answer in zip(prompt_ids, response_ids, strict=True)]
-    return prompts, single_turn(ragged(whole), torch.tensor([len(answer) for answer in response_ids]))
+    rows = single_turn(ragged(whole), torch.tensor([len(answer) for answer in response_ids]))
+    rows.add(index=torch.arange(len(raw)), raw_prompt=raw)
+    return rows
 
 
 def rows_of(read) -> list[list[int]]:
@@ -76,12 +66,12 @@ def test_conversations_by_hand():
     The answer "ab" <eos> <pad> loses both special tokens; <think> before other tokens stays, as text that is no word.
     Text gets <s> from the tokenizer, a template does not get a second one. Would not catch a template of real models.
     """
-    prompts, answers = batch(
+    rows = batch(
         [user("a b"), "ab ", [{"role": "system", "content": "c"}, *user("abc")], user("a")],
         [[3, 6, 4], [3, 4, 6], [5, 3, 4, 5], [3]],
         [[3, 4, 0, 1], [5, 0], [2, 6, 4, 0], []],
     )
-    read = reader().read(prompts, answers)
+    read = reader().read(rows)
     assert rows_of(read) == [
         [S, USER, A, B, END, ASSISTANT, AB, END],
         [S, AB, C],
@@ -115,17 +105,17 @@ def test_a_model_that_was_trained_at_the_end_token_is_asked_there(ends, chat, te
 
 def test_what_is_too_long_loses_its_end():
     """verl's side. A row of exactly the limit is whole. Would not catch a limit that counts padding."""
-    prompts, answers = batch([user("a b"), user("a")], [[3, 6, 4], [3]], [[3, 4, 0], [0]])
-    read = reader(max_length=6).read(prompts, answers)
+    rows = batch([user("a b"), user("a")], [[3, 6, 4], [3]], [[3, 4, 0], [0]])
+    read = reader(max_length=6).read(rows)
     assert rows_of(read) == [[S, USER, A, B, END, ASSISTANT], [S, USER, A, END, ASSISTANT, END]]
     assert read.is_cut.tolist() == [True, False]
 
 
 def test_without_a_chat_template_messages_are_text():
     """What the policy reads of them, without its special tokens. Would not catch roles that only a template tells."""
-    prompts, answers = batch([user("a b")], [[1, 3, 6, 4, 6, 2]], [[3, 4, 0]])
+    rows = batch([user("a b")], [[1, 3, 6, 4, 6, 2]], [[3, 4, 0]])
     one = reader(template=None)
-    assert rows_of(one.read(prompts, answers)) == [[S, A, B, AB]]
+    assert rows_of(one.read(rows)) == [[S, A, B, AB]]
     assert one.check([user("a b")], [[3, 6, 4]]) == [
         "note: the tokenizer of reward_model has no chat_template, so it reads messages as plain text"
     ]
@@ -138,9 +128,9 @@ def test_a_template_that_refuses():
     """
     system = [{"role": "system", "content": "c"}, *user("a")]
     one = reader(template=ALTERNATING)
-    prompts, answers = batch([user("a"), system], [[3], [5, 3]], [[3], [4]])
+    rows = batch([user("a"), system], [[3], [5, 3]], [[3], [4]])
     with pytest.raises(RewardError, match=r"chat_template of reward_model refuses .*system.*: no system role"):
-        one.read(prompts, answers)
+        one.read(rows)
     with pytest.raises(ConfigError, match="no system role: change the prompt, or the chat_template"):
         one.check([user("a"), system], [[3], [5, 3]])
 
@@ -176,15 +166,13 @@ def test_only_the_end_loses_special_tokens():
 
 def test_prompts_without_their_text():
     """Would not catch a run that forgets to keep it; its first step does."""
-    prompts, answers = batch([user("a")], [[3]], [[3]])
-    prompts.raw_prompt = None
-    with pytest.raises(ValueError, match="have no conversations"):
-        reader().read(prompts, answers)
+    rows = batch([user("a")], [[3]], [[3]])
+    with pytest.raises(ValueError, match="raw_prompt is needed before it was made, by: data"):
+        reader().read(rows.without("raw_prompt"))
 
 
 def test_conversations_follow_their_rows():
     """Through repeat, selection and joining, as a batch goes. Would not catch a record that is sent to another rank."""
-    prompts, _ = batch([user("a"), "b", user("c")], [[3], [4], [5]], [[], [], []])
-    repeated = prompts.repeat(2)
-    joined = Prompts.joined([repeated[torch.tensor([5, 0])], repeated.one_per_group()[1:3]])
-    assert list(joined.raw_prompt) == [user("c"), user("a"), "b", user("c")]
+    six = repeated(batch([user("a"), "b", user("c")], [[3], [4], [5]], [[], [], []]), 2)
+    joined = Batch.joined([six[torch.tensor([5, 0])], one_per_group(six)[1:3]])
+    assert joined.objects("raw_prompt") == [user("c"), user("a"), "b", user("c")]

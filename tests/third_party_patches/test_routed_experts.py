@@ -20,6 +20,7 @@ ROLLOUT = "actor_rollout_ref__rollout__"
 def sample(config, without: str | None) -> str | torch.Tensor:
     """The experts of all tokens of random answers, three to a prompt; the message of an engine that is not built."""
     import third_party_patches
+    from megatron_rl.records import repeated
     from megatron_rl.roles.host import RankHost
 
     for names in ("CPU_PATCHES", "COMMON_PATCHES"):
@@ -30,7 +31,7 @@ def sample(config, without: str | None) -> str | torch.Tensor:
     try:
         worker.build("rollout")
         worker.roles["rollout"].enter()
-        found = ask(worker.roles["rollout"], prompts().repeat(3), dataclasses.replace(RANDOM, with_experts=True))
+        found = ask(worker.roles["rollout"], repeated(prompts(), 3), dataclasses.replace(RANDOM, with_experts=True))
     except ValueError as error:
         return str(error)
     return found["routed_experts"].values()
