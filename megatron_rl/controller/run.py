@@ -44,8 +44,8 @@ from megatron_rl.planning.memory_report import with_kv_cache
 from megatron_rl.planning.planned_steps import PLANNED, PlannedSteps
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
+from megatron_rl.roles.scoring_roles import RewardModel
 from megatron_rl.sampling.sampler import Sampler, Sources
 from megatron_rl.scoring.batch_scorers import HeldOutScorer, RewardScorer, Scorer
 from megatron_rl.scoring.group_function import source_of

@@ -37,8 +37,8 @@ from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.policy_followers import FollowedPolicy, FollowingScorer
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
-from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.role_classes import CLASSES
+from megatron_rl.roles.scoring_roles import Reference
 from megatron_rl.roles.transfer_address import TransferSettings
 
 Kind = TypeVar("Kind")

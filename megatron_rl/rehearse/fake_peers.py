@@ -16,7 +16,7 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.weight_transfer import Offer
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.rehearse.rehearsed_transfer import JointRanks, fake_joint_group, names_of, same_place
-from megatron_rl.roles import policy_followers, received_weights, teacher_heads
+from megatron_rl.roles import distillation_terms, policy_followers, received_weights
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
@@ -39,7 +39,7 @@ def replace_peers(mode: RehearsalMode, members: Sequence[Sequence[Member]], join
 def _load_no_weights() -> None:
     """Parameters have no memory: there is nothing to read into them."""
     setattr(UnloadedModel, "load", lambda model: None)  # noqa: B010  mypy: it is a method
-    vars(teacher_heads)["read_rows"] = lambda *arguments: None
+    vars(distillation_terms)["read_rows"] = lambda *arguments: None
 
 
 def _know_members(members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:

@@ -28,7 +28,7 @@ from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 from megatron_rl.roles.policy_followers import FollowedPolicy, SendingEnd
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.teacher import num_compared
+from megatron_rl.roles.scoring_roles import num_compared
 from megatron_rl.roles.transfer_address import TransferAddress, TransferStore
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ class Actor(FollowedPolicy):
         settings = source.hf_config.to_dict()
         num_tokens = source.folder.num_sampled_tokens(rank.config)
         self.num_top = num_compared(rank.config, num_tokens) if compares_top else 0
-        sampled = settings | {"vocab_size": num_tokens}
-        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, sampled, rank.config.temperature)
+        model = self.trainable.pipeline, self.trainable.models, settings
+        self.scorer = TokenScorer(*model, rank.config.temperature, num_tokens)
         # For given examples, which were not sampled.
-        self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
+        self.reader = TokenScorer(*model, temperature=1.0)
         self.routing = self.trainable.pipeline.routing
         self.distillation: Distillation | None = None
         if rank.config.distillation.enabled:
@@ -76,19 +76,15 @@ class Actor(FollowedPolicy):
 
     def memory(self) -> dict[str, int]:
         """Bytes of what is trained, of teachers' heads next to the policy's, and of the weights that were sent last."""
-        from megatron_rl.roles.teacher_heads import bytes_of_heads
-
-        heads = [] if self.distillation is None else self.distillation.heads
+        heads = {} if self.distillation is None else self.distillation.memory()
         sender = self.sending.sender
         sent = {} if sender is None or not sender.kept_bytes else {SENT_LAST: sender.kept_bytes}
-        return super().memory() | bytes_of_heads(self.rank, heads) | sent
+        return super().memory() | heads | sent
 
     def offloadable(self) -> list[Offloadable]:
         """Tensors that the offload keys select, and teachers' heads as their teachers' keys say."""
-        from megatron_rl.roles.teacher_heads import offloadable_heads
-
-        heads = [] if self.distillation is None else self.distillation.heads
-        return [*super().offloadable(), *offloadable_heads(self.rank, heads)]
+        heads = [] if self.distillation is None else self.distillation.offloadable()
+        return [*super().offloadable(), *heads]
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:

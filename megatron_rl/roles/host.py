@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_rl.checkpoint.memory_checkpoint_plan import CopyPlace
     from megatron_rl.hybrid_engine.rng import RNGState
     from megatron_rl.roles.memory_checkpoint import MemoryCheckpoint
-    from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
+    from megatron_rl.roles.role_checkpoint import ReferenceCheckpoint
     from megatron_rl.roles.rollout import Rollout
     from megatron_rl.roles.saving import UnfinishedSave
 

@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_rl.config.roles import RoleSpec
+from megatron_rl.config.roles import Following, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.role import FrozenRole, TrainedRole
+from megatron_rl.roles.read_model import ReadModel, ScoringRole
+from megatron_rl.roles.role import Role, TrainedRole
 from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, join_transfer
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
     from megatron_rl.hybrid_engine.streams import Constants
     from megatron_rl.hybrid_engine.weight_transfer import ReceiveReport, SendReport, WeightSender
-    from megatron_rl.model.families import ParamSpec
     from megatron_rl.parallel.sharding import LogicalTensor
     from megatron_rl.roles.model_source import ModelSource, UnloadedModel
-    from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
+    from megatron_rl.roles.role_checkpoint import ReferenceCheckpoint
 
 Value = TypeVar("Value")
 
@@ -121,23 +121,22 @@ class FollowedPolicy(TrainedRole):
         return self.send_over(self.followers[follower], version)
 
 
-class FollowingScorer(FrozenRole):
+class FollowingScorer(ScoringRole):
     """A language model that only scores, and that may take the weights of a policy in another pool.
 
     kept: a reference that may have moved so, as checkpoints keep it; None: they keep nothing.
     """
 
-    def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource) -> None:
-        model = source.language_model()
-        super().__init__(spec, rank, model)
+    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
+        super().__init__(spec, rank, neighbours)
         self.kept: ReferenceCheckpoint | None = None
         self.arriving: ArrivingWeights | None = None
         if spec.follows is not None:
-            from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
+            from megatron_rl.roles.role_checkpoint import ReferenceCheckpoint
 
-            self.arriving = ArrivingWeights(self, rank, source, dict(model.trained or model.specs))
+            self.arriving = ArrivingWeights(self.model, spec.follows, rank)
             if spec.follows.is_kept:
-                self.kept = ReferenceCheckpoint(self.arriving.refresh, self.arriving.specs, source)
+                self.kept = ReferenceCheckpoint(self.arriving.refresh, self.model.specs, self.model.source)
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def join_policy(self, address: TransferAddress) -> None:
@@ -161,32 +160,27 @@ class FollowingScorer(FrozenRole):
 
 
 class ArrivingWeights:
-    """A policy's weights on their way into a role of another pool, on one rank.
+    """A policy's weights on their way into the model of a role of another pool, on one rank."""
 
-    specs: of everything that arrives on any rank, by global Megatron names.
-    """
-
-    def __init__(self, role: FrozenRole, rank: Rank, source: ModelSource, specs: dict[str, ParamSpec]) -> None:
+    def __init__(self, model: ReadModel, follows: Following, rank: Rank) -> None:
         from megatron_rl.checkpoint.saved_tensors import REFERENCE_BIAS
         from megatron_rl.hybrid_engine.stable_memory import adopt_alone
         from megatron_rl.hybrid_engine.streams import Constants
         from megatron_rl.hybrid_engine.weight_transfer import WeightReceiver
         from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.expert_bias import ExpertBias, biases_of
-        from megatron_rl.roles.model_source import named_buffers, named_parameters
+        from megatron_rl.roles.model_source import named_buffers
         from megatron_rl.roles.received_weights import torch_dtype
         from megatron_rl.roles.reference_refresh import ReferenceRefresh
 
-        follows, config, chunks = role.spec.follows, rank.config.actor_rollout_ref, role.pipeline.chunks
-        assert follows is not None
-        self._rank, self._place, self.specs = rank, source.place, specs
-        ours = {name: parameter for name, parameter in named_parameters(chunks).items() if name in specs}
+        config, source, specs, ours = rank.config.actor_rollout_ref, model.source, model.specs, model.following
+        self._rank, self._place, device = rank, source.place, rank.device.torch_device
         self._names = tuple(dict.fromkeys(specs[name].tensor.name for name in ours))
         self._leader: ExpertBias | None = None
         constants, biases = None, None
         if described := biases_of(source.model.constants):
-            own = ExpertBias(named_buffers(chunks), described, rank.groups, rank.device.torch_device, REFERENCE_BIAS)
-            constants = Constants(own.described, rank.device.torch_device)
+            own = ExpertBias(named_buffers(model.models), described, rank.groups, device, REFERENCE_BIAS)
+            constants = Constants(own.described, device)
             constants.fill(own.whole())
             self._leader = own.of_copy({name: constants.tensors[described[name].name] for name in own.names}, "")
             biases = own, self._leader
@@ -194,7 +188,7 @@ class ArrivingWeights:
             source.place,
             tensors_of(specs),
             torch_dtype(config.actor.megatron.dtype),
-            rank.device.torch_device,
+            device,
             bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
             verify_every=config.rollout.verify_weights_every,
             constants=constants,

@@ -3,7 +3,7 @@
 TR-DPO: Gorbatovski et al., arXiv:2404.09656. A rank needs the same elements of both. In the policy's pool it has them:
 nothing is sent, and the moved reference is written in the runs of the policy's checkpoint, so that every element is
 written once. To another pool the policy's come by a weight transfer (`policy_followers.py`), and the reference writes
-itself (`reference_checkpoint.py`).
+itself (`role_checkpoint.py`).
 """
 
 from __future__ import annotations

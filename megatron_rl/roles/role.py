@@ -14,8 +14,7 @@ from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.dispatch import Dispatch, remote_method
-from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
-from megatron_rl.observe.memory_ledger import storage_bytes
+from megatron_rl.hybrid_engine.offload import Offloadable
 from megatron_rl.roles.rank import Rank
 
 if TYPE_CHECKING:
@@ -42,28 +41,6 @@ class Role:
 
         size = eight_bit_bytes(chunks) if self.spec.megatron.fp8_emulate else 0
         return {f"{self.spec.name} FP8 weights": size} if size else {}
-
-
-class FrozenRole(Role):
-    """A model that only scores. Constructing it reads the weights."""
-
-    def __init__(self, spec: RoleSpec, rank: Rank, model: UnloadedModel) -> None:
-        from megatron_rl.roles.pipeline import Pipeline
-
-        super().__init__(spec)
-        model.load()
-        chunks = [chunk.requires_grad_(False) for chunk in model.chunks]
-        self.pipeline = Pipeline(chunks, rank.groups, rank.device.torch_device)
-        self.cut = rank.micro_batching(spec.score)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of the parameters, and of those that emulated products in FP8 keep."""
-        parameters = {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
-        return parameters | self._in_eight_bits(self.pipeline.chunks)
-
-    def offloadable(self) -> list[Offloadable]:
-        """Its parameters, if the offload key says so."""
-        return [HostCopy(self.pipeline.parameters)] if self.spec.megatron.param_offload else []
 
 
 class TrainedRole(Role):

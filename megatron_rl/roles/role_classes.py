@@ -18,31 +18,26 @@ from megatron_rl.config.roles import (
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.reference import InitialReference, Reference
-from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
+from megatron_rl.roles.scoring_roles import Reference, RewardModel, Teacher
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
-from megatron_rl.roles.teacher import SelfTeacher, Teacher
 from megatron_rl.roles.transfer_address import TransferSettings
 
-ALONE: dict[str, type[Actor | Critic | RewardModel | Teacher | SupervisedPolicy | TrainableRewardModel]] = {
+TRAINED: dict[str, type[Actor | Critic | SupervisedPolicy | TrainableRewardModel]] = {
     ACTOR: Actor,
     CRITIC: Critic,
-    REWARD_MODEL: RewardModel,
-    TEACHER: Teacher,
     TUNED: SupervisedPolicy,
     SCORER: TrainableRewardModel,
 }
-"""Kind -> class of roles that need no other one."""
-CLASSES: dict[str, type[Role]] = {**ALONE, REFERENCE: Reference, ROLLOUT: Rollout}
-"""Kind -> class."""
-WITH_MODEL_OF_ANOTHER: dict[str, type[InitialReference | SelfTeacher]] = {
-    REFERENCE: InitialReference,
-    TEACHER: SelfTeacher,
+SCORING: dict[str, type[Reference | RewardModel | Teacher]] = {
+    REFERENCE: Reference,
+    REWARD_MODEL: RewardModel,
+    TEACHER: Teacher,
 }
-"""Kind -> class of roles with `RoleSpec.model_of`."""
+CLASSES: dict[str, type[Role]] = {**TRAINED, **SCORING, ROLLOUT: Rollout}
+"""Kind -> class: of roles that are trained, of roles that only score, and of the rollout."""
 
 
 def build_role(
@@ -52,8 +47,4 @@ def build_role(
     kind = spec.kind.name
     if kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, transfer)
-    if spec.model_of is not None:
-        return WITH_MODEL_OF_ANOTHER[kind](spec, rank, neighbours)
-    if kind == REFERENCE:
-        return Reference(spec, rank, neighbours)
-    return ALONE[kind](spec, rank)
+    return TRAINED[kind](spec, rank) if kind in TRAINED else SCORING[kind](spec, rank, neighbours)

@@ -23,8 +23,8 @@ from megatron_rl.checkpoint.storage import writing
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.rng import RNGState, from_hex, to_hex
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.roles.reference_checkpoint import ReferenceCheckpoint
 from megatron_rl.roles.role import TrainedRole
+from megatron_rl.roles.role_checkpoint import ReferenceCheckpoint
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,21 @@ class TokenScorer:
     """Log-probabilities of sampled tokens under one language model, at the sampling temperature.
 
     models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
-    What has many numbers a token leaves the device with its micro-batch, as that of all would need much memory there.
+    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised; None: all. What has many
+    numbers a token leaves the device with its micro-batch, as that of all would need much memory there.
     """
 
     def __init__(
-        self, pipeline: Pipeline, models: list[GPTModel], settings: Mapping[str, Any], temperature: float
+        self,
+        pipeline: Pipeline,
+        models: list[GPTModel],
+        settings: Mapping[str, Any],
+        temperature: float,
+        num_tokens: int | None = None,
     ) -> None:
         self.pipeline = pipeline
-        softmax = VocabSoftmax(settings["vocab_size"], temperature, pipeline.groups.tp_group, head_cap(settings))
+        num_tokens = settings["vocab_size"] if num_tokens is None else num_tokens
+        softmax = VocabSoftmax(num_tokens, temperature, pipeline.groups.tp_group, head_cap(settings))
         self.head = VocabHead(models[-1], softmax)
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunBase, RunPools, take_folder
 from megatron_rl.observe.phase_watch import watching
 from megatron_rl.planning.memory import planned_memory
-from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.scoring_roles import Reference
 from megatron_rl.tasks.stored_reference import StoredReference
 from megatron_rl.tasks.task_data import TaskData, read_files
 from megatron_rl.tasks.validation_loss import ValidationLoss

@@ -139,7 +139,7 @@ def resting_rank(config, num_rounds: int) -> dict:
         worker.roles["critic"].update(rows.read_by(CRITIC_UPDATE))
         worker.roles["actor"].update(rows.read_by(ACTOR_UPDATE))
         worker.roles["rollout"].enter()
-        critic, reference = worker.roles["critic"].trainable, worker.roles["reference"].pipeline.parameters()
+        critic, reference = worker.roles["critic"].trainable, worker.roles["reference"].model.pipeline.parameters()
         tensors = [*critic.pipeline.parameters(), *critic.optimizer_state(), *reference]
         tensors += [buffer.grad_data for buffer in critic.param_buffers]
         held.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))

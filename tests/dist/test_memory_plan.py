@@ -85,11 +85,11 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned = [buffer for role in trained for b in role.param_buffers for buffer in (b.param_data, b.grad_data)]
         owned += [tensor for role in trained for tensor in role.optimizer_state()]
         owned += [buffer.param_data for role in trained for buffer in role.frozen]
-        owned += [] if has_adapters else worker.roles["reference"].pipeline.parameters()
+        owned += [] if has_adapters else worker.roles["reference"].model.pipeline.parameters()
         owned += [buffer.data for part in exchanged(worker) for buffer in (part.foreign, part.scratch)]
         owned += [buffer.data for buffer in merged(worker)]
-        owned += worker.roles["reward_model"].pipeline.parameters() if has_reward else []
-        owned += [weight for name in teachers for weight in worker.roles[name].pipeline.parameters()]
+        owned += worker.roles["reward_model"].model.pipeline.parameters() if has_reward else []
+        owned += [weight for name in teachers for weight in worker.roles[name].model.pipeline.parameters()]
         owned += [head.weight for head in worker.roles["actor"].distillation.heads] if teachers else []
         owned += worker.roles["rollout"].generator.kv_cache.tensors
         fixed = sum(worker.owned_memory().values()) - changing(worker)

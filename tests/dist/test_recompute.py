@@ -97,7 +97,7 @@ def compare(config, choices: list[tuple[str, int]]) -> tuple[list, dict[tuple[st
         told[method, number] = (found["actor runs"], found["critic runs"], different)
     assert kept["actor runs"] == kept["critic runs"]
     worker.build("reference")
-    assert worker.roles["reference"].pipeline.chunks[0].config.recompute_granularity is None  # it is frozen
+    assert worker.roles["reference"].model.pipeline.chunks[0].config.recompute_granularity is None  # it is frozen
     return kept["actor runs"], told
 
 

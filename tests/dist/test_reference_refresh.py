@@ -60,7 +60,7 @@ def refreshed(config, num_refreshes: int, source: Path | None = None, target: Pa
     policy, reference, where = worker.roles["actor"], worker.roles["reference"], worker.coordinates()
     weights = {
         "policy": named_parameters(policy.trainable.models),
-        "reference": named_parameters(reference.pipeline.chunks),
+        "reference": named_parameters(reference.model.models),
     }
 
     def held(role: str) -> dict[str, torch.Tensor]:
@@ -207,7 +207,7 @@ def apart(
     if source is not None:
         states = pickle.loads((source / "states.pickle").read_bytes()) if trains else {}
         worker.load_checkpoint(source, states)
-    parameters = named_parameters(role.trainable.models if trains else role.pipeline.chunks)
+    parameters = named_parameters(role.trainable.models if trains else role.model.models)
     bias = role.checkpoint.bias if trains else role.arriving.refresh.bias
 
     def held() -> dict:

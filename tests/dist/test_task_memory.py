@@ -61,7 +61,7 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     owned += trainable.optimizer_state()
     methods = {(name, "score"): (score, batch), (name, "update"): (update, batch, *told)}
     if config.holds_reference:
-        owned += worker.roles["reference"].pipeline.parameters()
+        owned += worker.roles["reference"].model.pipeline.parameters()
         methods[("reference", "score")] = ("log_probs", answer_rows(batch).read_by(SCORING))
     fixed, peaks = sum(worker.owned_memory().values()), {}
     for (role, label), (method, *arguments) in methods.items():

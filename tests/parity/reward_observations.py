@@ -54,7 +54,8 @@ def scores(config) -> tuple[int, torch.Tensor] | None:
     worker.build("reward_model")
     [offloaded] = worker.roles["reward_model"].offloadable()
     offloaded.offload()
-    assert not any(tensor.untyped_storage().nbytes() for tensor in worker.roles["reward_model"].pipeline.parameters())
+    weights = worker.roles["reward_model"].model.pipeline.parameters()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
     offloaded.reload()
     where = worker.coordinates()
     mine = sequences()[torch.arange(NUM_ROWS + 1).tensor_split(where.dp_size)[where.dp_rank]]
