@@ -1,21 +1,58 @@
-"""One of two ranks that builds an actor with transformer-engine's layers on a CPU, and writes down what it has.
+"""Two ranks that build an actor with transformer-engine's layers on a CPU, and write down what they have.
 
-python te_rank.py WHEEL VERSION MODEL IMPLEMENTATION FOLDER RANK: of the unpacked wheel, with the launcher's variables.
-RANK: of adapters; 0: none.
+python te_rank.py WHEEL VERSION: imports the unpacked wheel and what ranks need once. For each line of its input, a list
+[MODEL, IMPLEMENTATION, FOLDER, RANK of adapters or 0], it forks two ranks and prints their codes. Ranks print to
+FOLDER/rankN.txt.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pretended_te import pretend
 
 
-def main(root: str, version: str, model: str, implementation: str, folder: str, lora_rank: str) -> None:
+def main(root: str, version: str) -> None:
+    """Serve until the input ends."""
     pretend(Path(root), version)
+    import tiny_models  # noqa: F401
+    import transformer_engine.pytorch  # noqa: F401
+
+    import megatron_rl.checkpoint.sharded_files
+    import megatron_rl.model.te_layers
+    import megatron_rl.roles.host
+    import megatron_rl.roles.training  # noqa: F401
+
+    for line in sys.stdin:
+        pids = [os.fork() or be_rank(rank, version, *json.loads(line)) for rank in range(2)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps(codes), flush=True)
+
+
+def be_rank(rank: int, version: str, model: str, implementation: str, folder: str, lora_rank: int) -> NoReturn:
+    """In a forked process: build, and end."""
+    log = os.open(Path(folder, f"rank{rank}.txt"), os.O_WRONLY | os.O_CREAT)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_STORE": f"{folder}/store"}
+    code = 1
+    try:
+        build(version, model, implementation, folder, lora_rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def build(version: str, model: str, implementation: str, folder: str, lora_rank: int) -> None:
+    """Build the actor and write what this rank has to the folder."""
     import torch
     from tiny_models import run_config
 
@@ -35,7 +72,7 @@ def main(root: str, version: str, model: str, implementation: str, folder: str, 
         model_source.refuse_unusable = lambda options: None
     keys = {"sequence_parallel": True, "override_transformer_config__transformer_impl": implementation}
     keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
-    keys["actor_rollout_ref__model__lora__rank"] = int(lora_rank)
+    keys["actor_rollout_ref__model__lora__rank"] = lora_rank
     worker = TrainingHost(run_config(model, 2, 1, **keys))
     worker.build("actor")
     actor, out, rank = worker.roles["actor"], Path(folder), worker.groups.rank
@@ -48,7 +85,7 @@ def main(root: str, version: str, model: str, implementation: str, folder: str, 
         "sequence_parallel": sorted(name for name, p in parameters.items() if getattr(p, "sequence_parallel", False)),
         "split": sorted(name for name, p in parameters.items() if getattr(p, "tensor_model_parallel", False)),
     }
-    if int(lora_rank):
+    if lora_rank:
         (out / f"rank{rank}.json").write_text(json.dumps(found | {"adapters": cuts_of_adapters(chunk)}))
         return
     if megatrons_range().contains(version):

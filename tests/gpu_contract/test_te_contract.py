@@ -6,11 +6,15 @@ unpacks both versions beside the virtual environment's own packages.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,31 +67,46 @@ def with_drawn_norms(model: str) -> str:
     return model
 
 
-def build(root: Path, version: str, model: str, implementation: str, folder: Path, lora: int = 0) -> Built:
-    """Run `te_rank.py` on two ranks. Raises AssertionError with what a rank printed."""
-    variables = os.environ | worker_environment("cpu", ranks_per_node=2)
-    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", "NODE_RANK": "0"}
-    variables |= {"NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "MASTER_STORE": str(folder / "store")}
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/dist")))
-    script = Path(__file__).parent / "te_rank.py"
-    command = [sys.executable, str(script), str(root), version, model, implementation, str(folder), str(lora)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+class Builder:
+    """A process with a version of transformer-engine, of which two ranks are forked for each model (`te_rank.py`)."""
+
+    def __init__(self, root: Path, version: str) -> None:
+        variables = os.environ | worker_environment("cpu", ranks_per_node=2)
+        variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", "NODE_RANK": "0"}
+        variables |= {"NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+        variables["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/dist")))
+        command = [sys.executable, str(Path(__file__).with_name("te_rank.py")), str(root), version]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, env=variables, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], printed[0][-3000:]
-    return Built([json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)], folder, Path(model))
+
+    def build(self, model: str, implementation: str, folder: Path, lora: int = 0) -> Built:
+        """Raises AssertionError with what a rank printed."""
+        self.process.stdin.write(json.dumps([model, implementation, str(folder), lora]) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline())
+        assert codes == [0, 0], (folder / "rank0.txt").read_text()[-3000:]
+        return Built([json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)], folder, Path(model))
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def builders() -> Iterator[Callable[..., Builder]]:
+    """One for each version, and one for each other folder that a test names."""
+    with ExitStack() as opened:
+
+        @functools.cache
+        def builder(version: str, root: Path | None = None) -> Builder:
+            made = Builder(root or wheel(version), version)
+            opened.callback(made.close)
+            return made
+
+        yield builder
 
 
 def check_weights(built: Built) -> None:
@@ -154,12 +173,12 @@ def load_and_export(config: Any, saved: Path, target: Path) -> None:
     actor.export_hf(target)
 
 
-def test_transformer_engine_has_the_same_weights(tmp_path: Path) -> None:
+def test_transformer_engine_has_the_same_weights(builders, tmp_path: Path) -> None:
     """Two ranks with sequence parallelism, 2.11: in, where vLLM reads, out; a checkpoint goes on in Megatron's layers
     on one rank. Would not catch what its kernels compute.
     """
     model = with_drawn_norms(save_qwen2(tmp_path / "model"))
-    built = build(wheel(USED), USED, model, TRANSFORMER_ENGINE, tmp_path)
+    built = builders(USED).build(model, TRANSFORMER_ENGINE, tmp_path)
     check_names(built, TRANSFORMER_ENGINE, with_experts=())
     check_weights(built)
     check_refusals(built)
@@ -173,10 +192,10 @@ def test_transformer_engine_has_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("implementation", [TE_LINEAR, TRANSFORMER_ENGINE])
 @pytest.mark.parametrize("version", [USED, NEWEST])
-def test_both_versions_have_megatrons_names(version: str, implementation: str, tmp_path: Path) -> None:
+def test_both_versions_have_megatrons_names(builders, version: str, implementation: str, tmp_path: Path) -> None:
     """Layers with and without experts. Megatron refuses the newer version; its names would hold."""
     model = with_drawn_norms(save_qwen3_moe_with_dense_layers(tmp_path / "model"))
-    built = build(wheel(version), version, model, implementation, tmp_path)
+    built = builders(version).build(model, implementation, tmp_path)
     check_names(built, implementation, with_experts=(3,))
     check_weights(built)
 
@@ -196,12 +215,12 @@ OWN_LINEARS = {
 @pytest.mark.parametrize("implementation", [TE_LINEAR, TRANSFORMER_ENGINE])
 @pytest.mark.parametrize("version", [USED, NEWEST])
 @pytest.mark.parametrize("name", OWN_LINEARS)
-def test_linears_of_every_attention(name: str, version: str, implementation: str, tmp_path: Path) -> None:
+def test_linears_of_every_attention(builders, name: str, version: str, implementation: str, tmp_path: Path) -> None:
     """Names of the linears, marks of whole weights, and the folder that comes out as it went in. Would not catch what
     its kernels compute.
     """
     save, linears = OWN_LINEARS[name]
-    built = build(wheel(version), version, save(tmp_path / "model"), implementation, tmp_path)
+    built = builders(version).build(save(tmp_path / "model"), implementation, tmp_path)
     original, exported = (load_file(path / "model.safetensors") for path in (built.model, tmp_path / "exported"))
     assert original.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[key]) for key, tensor in original.items())
@@ -215,10 +234,10 @@ def test_linears_of_every_attention(name: str, version: str, implementation: str
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("version", [USED, NEWEST])
-def test_adapters_of_its_linears(version: str, tmp_path: Path) -> None:
+def test_adapters_of_its_linears(builders, version: str, tmp_path: Path) -> None:
     """How each adapter is cut: (whole, by inputs, sequence split, two ranks), by hand."""
     model = save_deepseek_v3(tmp_path / "model")
-    built = build(wheel(version), version, model, TE_LINEAR, tmp_path, lora=4)
+    built = builders(version).build(model, TE_LINEAR, tmp_path, lora=4)
     cuts = {"linear_down": [True, False, True, True], "linear_proj": [False, True, True, True]}
     for found in built.ranks:
         own = {key.rpartition(".")[2]: cut for key, cut in found["adapters"].items() if ".self_attention." in key}
@@ -226,10 +245,10 @@ def test_adapters_of_its_linears(version: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_renamed_parameter_is_found(tmp_path: Path) -> None:
+def test_a_renamed_parameter_is_found(builders, tmp_path: Path) -> None:
     """A copy of the wheel in which the norm's weight has another name; its own renamings of that weight follow."""
     copy = shutil.copytree(wheel(USED), tmp_path / "wheel")
     for file in copy.rglob("transformer_engine/pytorch/module/*.py"):
         file.write_text(file.read_text().replace("layer_norm_weight", "norm_scale"))
     with pytest.raises(AssertionError, match=r"decoder\.layers\.\d\.self_attention\.linear_qkv\.norm_scale"):
-        build(copy, USED, save_qwen2(tmp_path / "model"), TRANSFORMER_ENGINE, tmp_path)
+        builders(USED, copy).build(save_qwen2(tmp_path / "model"), TRANSFORMER_ENGINE, tmp_path)
