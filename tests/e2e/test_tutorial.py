@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY
+from forked_run import ForkedRun
 
 PAGE = REPOSITORY / "docs/start/tutorial.md"
 COMMANDS = [
@@ -28,13 +29,13 @@ def typed(line: str, folder: Path, further: dict[str, list[str]]) -> str:
     """Run a line of the page in a folder; what it printed."""
     words = shlex.split(line)
     if words[0] == "megatron-rl":
-        words = [sys.executable, "-m", "megatron_rl", *words[1:], *further.get(words[1], ())]
-    else:
-        words = [sys.executable, str(REPOSITORY / words[1]), *words[2:]]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
-    done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
+        output = folder / "printed.txt"
+        run = ForkedRun([*words[1:], *further.get(words[1], ())], folder, {"COLUMNS": "200"}, output)
+        assert run.wait() == 0, f"{line}\n{output.read_text()}"
+        return output.read_text()
+    words = [sys.executable, str(REPOSITORY / words[1]), *words[2:]]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
