@@ -1,4 +1,12 @@
-"""Ray for as long as it is needed: started on this machine, or joined where RAY_ADDRESS names a running cluster."""
+"""Ray for as long as it is needed: started on this machine, or joined where RAY_ADDRESS names a running cluster.
+
+`ray.init` alone does not suffice for the Ray that is started here (2.60, as measured). Its daemons are in the driver's
+process group, so Ctrl-C or a scheduler's signal ends them while the driver saves. They listen on all interfaces. Three
+more processes are started that a run does not use, with 270 MB and 1.3 CPU seconds. Its token goes to the home folder,
+which may not exist. And a driver whose daemon has died waits for a minute, and is aborted. Against these are the
+patches of `third_party_patches.ray`, `_own_token` and `ray_watchdog`. `ray start` in a process of its own costs another
+Python and still starts the dashboard's server; joining alone would leave all this to the user.
+"""
 
 from __future__ import annotations
 

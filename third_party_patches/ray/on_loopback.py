@@ -3,32 +3,20 @@
 Reason: `ray.init` gives its node the machine's own address, and replaces even a loopback address by it. Then
 gcs_server, raylet, workers and the metrics port, which asks for no token, listen on all interfaces, although only
 processes of this machine need them.
-What it does: a node that `ray.init` starts has the address 127.0.0.1, the only one on which Ray's processes listen.
+What it does: a node that `ray.init` starts has the address 127.0.0.1, the only one on which Ray's processes listen. It is
+what RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does, which Ray reads on import, before a run knows whether it starts a node.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from third_party_patches.guard import RAY, Patch
-
-LOOPBACK = "127.0.0.1"
 
 
 def apply() -> None:
-    """Replace `Node`; must run before `ray.init`. Clusters of `ray start` keep their addresses."""
-    from ray._private import node
+    """Set the constant; must run before `ray.init`. Clusters of `ray start` keep their addresses."""
+    from ray._private import ray_constants
 
-    if node.Node.__module__ == __name__:
-        return
-
-    class LoopbackNode(node.Node):
-        def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("ray_init_cluster"):
-                ray_params.update_if_absent(node_ip_address=LOOPBACK)
-            super().__init__(ray_params, *args, **kwargs)
-
-    node.Node = LoopbackNode
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 PATCH = Patch(RAY, apply, drop_when="ray.init(_node_ip_address='127.0.0.1') listens on that address")
