@@ -17,7 +17,7 @@ from rich.text import Text
 
 from megatron_rl import __version__
 from megatron_rl.cli.commands import COMMANDS, RUNS
-from megatron_rl.cluster.inductor_cache import leaving_none_empty
+from megatron_rl.cluster.loading import leaving_none_empty
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError
 from megatron_rl.observe.console import drop_unread_output

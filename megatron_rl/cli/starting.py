@@ -25,9 +25,16 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.program import next_command
 from megatron_rl.planning.hub_cache import cached_model, is_hub_id
-from megatron_rl.starter.column_choice import NO_TRUTH, PROMPT_OPTION, TRUTH_OPTION
-from megatron_rl.starter.planned_run import planned_run
-from megatron_rl.starter.project import CONFIG, WRITTEN, check_name, write_project
+from megatron_rl.starter.project import (
+    CONFIG,
+    NO_TRUTH,
+    PROMPT_OPTION,
+    TRUTH_OPTION,
+    WRITTEN,
+    check_name,
+    planned_run,
+    write_project,
+)
 from megatron_rl.starter.task_kinds import TASK_KINDS
 
 TINY, SCORE, MODEL = "tiny", "score", "model"

@@ -40,8 +40,7 @@ from typing import NamedTuple, NoReturn
 import psutil
 
 from megatron_rl.cluster.child_processes import adopt_orphans, die_with, kill_group
-from megatron_rl.cluster.inductor_cache import VARIABLE, remove_if_empty
-from megatron_rl.cluster.loading import without_collections
+from megatron_rl.cluster.loading import COMPILED, remove_if_empty, without_collections
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.stale_processes import RUN_ID, descendants, end, living, processes_with
 
@@ -232,7 +231,7 @@ def finish(scratch: Scratch, owns_run: bool, keeps_folder: bool) -> NoReturn:
     end(lambda: [*living(descendants()), *(left for left in processes_with(*mark) if left.pid != own)])
     if not keeps_folder:
         scratch.remove(keep_logs=True)
-        compiled = os.environ.get(VARIABLE, "")
+        compiled = os.environ.get(COMPILED, "")
         if compiled.endswith(f"torchinductor_{os.getuid()}"):  # else the user has named it
             remove_if_empty(compiled)
     os._exit(0)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import how_ended, kill_group
-from megatron_rl.cluster.inductor_cache import VARIABLE, folder_of_ranks
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
-from megatron_rl.cluster.loading import import_path
+from megatron_rl.cluster.loading import COMPILED, folder_of_ranks, import_path
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.shm_files import MappedFiles
@@ -102,7 +101,7 @@ class SupervisorClient:
         ours, theirs = socket.socketpair()
         with theirs:
             log = self.scratch.folder / f"rank_{variables['RANK']}_{time.time_ns()}.log"
-            place = {"TMPDIR": str(self.scratch.folder), VARIABLE: os.environ.get(VARIABLE, folder_of_ranks())}
+            place = {"TMPDIR": str(self.scratch.folder), COMPILED: os.environ.get(COMPILED, folder_of_ranks())}
             seen = {VISIBLE_GPUS: gpu} if gpu else {}
             request = json.dumps({"start": {**place, **variables, **seen}, "log": str(log)}).encode()
             info, read = partial(ProcessInfo, node_id=node_id, host=host, gpus=gpu), read or READ_HERE

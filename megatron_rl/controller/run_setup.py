@@ -279,7 +279,7 @@ def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:
     """
     placement = Placement.of(config)
     options = rank_options(config, placement)
-    modules = () if config.trainer.device == "cuda" else ("megatron_rl.node_check.checked_rank",)
+    modules = () if config.trainer.device == "cuda" else ("megatron_rl.node_check.cluster_check",)
     with ExitStack() as opened:
         launcher = opened.enter_context(make_launcher(config, placement, options, modules))
         node_check(config, options, say)(reserve_all(launcher, needed_pools(config), opened))

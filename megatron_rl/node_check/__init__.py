@@ -2,7 +2,6 @@
 
 node_report.py    what is learnt of nodes, as plain data; which ranks measure an all-reduce together
 node_facts.py     versions, GPUs, links and adapters of this machine
-checked_rank.py   one rank: what it sees, its clock, its all-reduces
-cluster_check.py  starts the ranks, asks, and ends them
+cluster_check.py  one rank with its facts, clock and all-reduces; the check that starts, asks and ends the ranks
 node_rules.py     the judge: from reports to findings
 """

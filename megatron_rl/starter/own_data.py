@@ -4,37 +4,89 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
-from megatron_rl.config.schema import DataConfig
-from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS
+from megatron_rl.config.schema import GROUND_TRUTH, DataConfig
+from megatron_rl.config.synonyms import ANSWERS, PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.data.long_prompts import has_tokenizer, num_bytes
 from megatron_rl.data.prompt_dataset import Located, read_prompts, tokenise
 from megatron_rl.data.row_files import column_forms, first_row
 from megatron_rl.errors import ConfigError
-from megatron_rl.starter.column_choice import (
-    NO_TRUTH,
-    PROMPT_OPTION,
-    TRUTH_OPTION,
-    ColumnChoice,
-    check_column,
-    listed,
-    prompt_choice,
-    truth_choice,
-)
-from megatron_rl.starter.project import OwnFiles
+from megatron_rl.starter.project import NO_TRUTH, PROMPT_OPTION, TRUTH_OPTION, OwnFiles
 
+PARTS = {"instruction", "input"}
+"""Two columns that make up a prompt together."""
 Ask = Callable[[str, str, Sequence[str]], str]
-"""(option, question, choices) -> the user's choice. Raises ConfigError where nobody can be asked."""
-
+"""(option, question, choices) -> the user's choice. Raises ConfigError where no user can be asked."""
 SPLIT_FILE = "prompts.jsonl"
 """The file that `split_command` writes."""
 MOST_TOKENISED = 2000
 """Prompts that are tokenised, the longest ones by their bytes, to find how many tokens the longest has."""
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """column: None where several would do, or none has a usual name. candidates: columns to choose from, the surest
+    first.
+    """
+
+    column: str | None
+    candidates: tuple[str, ...]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The candidates that were not chosen."""
+        return tuple(name for name in self.candidates if name != self.column)
+
+
+def prompt_choice(forms: Mapping[str, str], answered: Collection[str], filled: Collection[str]) -> ColumnChoice:
+    """Choose the column of prompts. forms: column -> form, see `column_forms`.
+
+    answered: columns of conversations that end with the assistant's turn. filled: columns that are not empty in the
+    first row.
+    """
+    usable = {
+        name.lower(): name
+        for name, form in forms.items()
+        if form in ("text", "messages") and "." not in name and name not in answered
+    }
+    named = tuple(usable[name] for name in PROMPTS if name in usable)
+    if usable.keys() >= PARTS:
+        return ColumnChoice(None if usable["input"] in filled else usable["instruction"], named)
+    if named:
+        return ColumnChoice(named[0] if len(named) == 1 else None, named)
+    rest = tuple(column for name, column in usable.items() if name not in {*ANSWERS, *SOURCES})
+    return ColumnChoice(rest[0] if len(rest) == 1 else None, rest)
+
+
+def truth_choice(forms: Mapping[str, str], prompt: str) -> ColumnChoice:
+    """Choose the column of expected answers: verl's field, or the surest of those with a usual name."""
+    if forms.get(GROUND_TRUTH, "null") != "null":
+        return ColumnChoice(GROUND_TRUTH, (GROUND_TRUTH,))
+    usable = {
+        name.lower(): name
+        for name, form in forms.items()
+        if form in ("text", "number", "boolean", "texts", "numbers") and "." not in name and name != prompt
+    }
+    named = tuple(usable[name] for name in TRUTHS if name in usable)
+    return ColumnChoice(named[0] if named else None, named or tuple(usable.values()))
+
+
+def check_column(option: str, name: str, forms: Mapping[str, str], path: str, usual: Collection[str]) -> None:
+    """Raise ConfigError for a column that an option names and that the file lacks."""
+    if name not in forms:
+        like = suggested_column(name, tuple(usual), list(forms))
+        hint = "" if like is None else f"; did you mean: {option} {like}"
+        raise ConfigError(f"{option} {name} must be a column of {path}; it has {listed(forms)}{hint}")
+
+
+def listed(forms: Mapping[str, str]) -> str:
+    """Return columns with their forms, as a list for people."""
+    return ", ".join(f"{name} ({form})" for name, form in forms.items())
 
 
 @dataclass(frozen=True)
@@ -76,7 +128,7 @@ def read_own_data(
 
     options: columns of prompts and expected answers, where they are given. has_template: whether the model has a chat
     template, which prompts of text then go through. needs_truth: whether the reward function compares with an expected
-    answer. Raises ConfigError for files that cannot be read so, and where nobody can be asked about a column.
+    answer. Raises ConfigError for files that cannot be read so, and where no user can be asked about a column.
     """
     path = str(train)
     forms = column_forms(path)

@@ -8,13 +8,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 from megatron_rl.config.file_kinds import FILE, NOTHING, kind_of
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.row_files import UTF8_MARK
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.planning.checked_config import checked
@@ -22,13 +27,13 @@ from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.hub_cache import model_folder
 from megatron_rl.planning.memory_report import memory_report, with_kv_cache
 from megatron_rl.planning.run_models import RunModels
-from megatron_rl.starter.expected_answers import BUILT_IN_MATH
-from megatron_rl.starter.held_out_split import held_out_rows, split
-from megatron_rl.starter.planned_run import MOST_STEP_SECONDS, planned_run
+from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.starter.run_text import CPU_BATCHES, GPU_BATCH, GPUS_PER_NODE, SMALL_BYTES, BatchSize, RunText
-from megatron_rl.starter.task_kinds import TASK_KINDS, rows
+from megatron_rl.starter.task_kinds import BUILT_IN_MATH, TASK_KINDS, rows
 
 CONFIG, REWARD = "run.yaml", "reward.py"
+PROMPT_OPTION, TRUTH_OPTION, NO_TRUTH = "--prompt-key", "--ground-truth-key", "none"
+"""Options that name columns, and the value of the second where there is none."""
 WRITTEN = (
     CONFIG,
     REWARD,
@@ -39,6 +44,11 @@ WRITTEN = (
 NUM_TRAIN, NUM_VAL = 256, 32
 MOST_HELD_OUT = 64
 """Rows of a user's file that are held out for validation, at most."""
+Attempt = Callable[[int, int, BatchSize], tuple[RunConfig | None, Sequence[Violation]]]
+ROWS_AT_ONCE = 1024
+MOST_STEP_SECONDS = 60.0
+"""Seconds of a step on a CPU that a first run may take."""
+GENERATION = "gen"
 
 
 @dataclass(frozen=True)
@@ -130,9 +140,6 @@ def choose_layout(file: Path, text: RunText) -> RunConfig:
     return _first_batch(attempt) if not text.num_gpus else _first_layout(attempt, text.num_gpus)
 
 
-Attempt = Callable[[int, int, BatchSize], tuple[RunConfig | None, Sequence[Violation]]]
-
-
 def _first_batch(attempt: Attempt) -> RunConfig:
     for batch in CPU_BATCHES:
         config, violations = attempt(1, 1, batch)
@@ -201,3 +208,76 @@ def memory_of(config: RunConfig) -> tuple[int, int]:
     hardware = planned_hardware(config)
     memory = memory_report(with_kv_cache(config, hardware), RunModels(config), hardware)
     return memory.peak, memory.usable
+
+
+def held_out_rows(num_rows: int, most: int) -> set[int]:
+    """Return the numbers of the rows to hold out: a tenth, at least 1 and at most `most`, spread evenly.
+
+    The first row is trained on. Raises ValueError for fewer than 2 rows.
+    """
+    if num_rows < 2:
+        raise ValueError(f"{num_rows} rows cannot be split")
+    number = max(1, min(most, num_rows // 10))
+    return {(place + 1) * num_rows // number - 1 for place in range(number)}
+
+
+def split(source: Path, held_out: set[int], train: Path, val: Path) -> None:
+    """Write the rows of a parquet or jsonl file, as they are, to two files of its kind. Raises OSError."""
+    if source.suffix == ".parquet":
+        _split_parquet(source, held_out, train, val)
+        return
+    lines = [line for line in source.read_bytes().removeprefix(UTF8_MARK).split(b"\n") if line.strip()]
+    for target, is_held in ((train, False), (val, True)):
+        rows = (line + b"\n" for row, line in enumerate(lines) if (row in held_out) == is_held)
+        replace_file(target, b"".join(rows))
+
+
+def _split_parquet(source: Path, held_out: set[int], train: Path, val: Path) -> None:
+    numbers = count()
+    with pyarrow.parquet.ParquetFile(source) as opened:
+        schema = opened.schema_arrow
+        with (
+            pyarrow.parquet.ParquetWriter(train, schema) as trained,
+            pyarrow.parquet.ParquetWriter(val, schema) as validated,
+        ):
+            for batch in opened.iter_batches(ROWS_AT_ONCE):
+                is_held = [next(numbers) in held_out for _ in range(batch.num_rows)]
+                trained.write_batch(batch.filter(pyarrow.array([not held for held in is_held])))
+                validated.write_batch(batch.filter(pyarrow.array(is_held)))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """step_seconds: of a step. seconds: of all steps and validations. memory_bytes: of the rank that needs most."""
+
+    step_seconds: float
+    seconds: float
+    num_steps: int
+    memory_bytes: int
+    hardware: str
+
+    def __str__(self) -> str:
+        """Return the line that `init` ends with."""
+        return (
+            f"planned on {self.hardware}: {self.step_seconds:.3g} s a step, {duration(self.seconds)} for "
+            f"{self.num_steps} steps with validation; {self.memory_bytes / 1e9:.2g} GB for each rank"
+        )
+
+
+def planned_run(config: RunConfig, num_held_out: int) -> PlannedRun:
+    """Plan a configuration that has passed preflight. num_held_out: prompts of a validation."""
+    hardware = planned_hardware(config)
+    plan = RunPlan.of(with_kv_cache(config, hardware), hardware)
+    trainer, steps = config.trainer, config.trainer.num_steps
+    validations = trainer.val_before_train + -(-steps // trainer.test_freq) if trainer.test_freq > 0 else 0
+    share = num_held_out * config.actor_rollout_ref.rollout.val_kwargs.n / config.batch_sizes.num_generated_samples
+    seconds = steps * plan.step_seconds + validations * share * plan.seconds[GENERATION]
+    return PlannedRun(plan.step_seconds, seconds, steps, plan.memory.peak, hardware.name)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the largest unit of which there are at least two."""
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} seconds"

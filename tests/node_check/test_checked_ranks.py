@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 def check(rules: NodeRules, variables: dict[str, str] | None = None, pools: tuple[int, ...] = (2,)) -> list[str]:
     """What is said of pools of so many ranks each. variables: of every rank."""
     said: list[str] = []
-    with make_launcher(LOCAL, ("megatron_rl.node_check.checked_rank",)) as launcher, ExitStack() as opened:
+    with make_launcher(LOCAL, ("megatron_rl.node_check.cluster_check",)) as launcher, ExitStack() as opened:
         ranks = {f"pool{number}": opened.enter_context(reserved(launcher, size)) for number, size in enumerate(pools)}
         NodeCheck(rules, "cpu", PoolOptions(env=variables or {}), said.append)(ranks)
     return said

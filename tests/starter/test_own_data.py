@@ -17,9 +17,9 @@ from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GROUND_TRUTH
 from megatron_rl.errors import ConfigError
-from megatron_rl.starter.expected_answers import suited_kind
-from megatron_rl.starter.held_out_split import held_out_rows, split
 from megatron_rl.starter.own_data import SPLIT_FILE, split_command
+from megatron_rl.starter.project import held_out_rows, split
+from megatron_rl.starter.task_kinds import suited_kind
 
 DEMO = Path(__file__).parents[2] / "assets/demo/model"
 USER = [{"role": "user", "content": "1+1="}]
