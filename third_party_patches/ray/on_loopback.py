@@ -3,8 +3,8 @@
 Reason: `ray.init` gives its node the machine's own address, and replaces even a loopback address by it. Then
 gcs_server, raylet, workers and the metrics port, which asks for no token, listen on all interfaces, although only
 processes of this machine need them.
-What it does: a node that `ray.init` starts has the address 127.0.0.1, the only one on which Ray's processes listen. It is
-what RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does, which Ray reads on import, before a run knows whether it starts a node.
+What it does: a node that `ray.init` starts has the address 127.0.0.1, the only one on which Ray's processes listen. So
+does RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, but Ray reads it on import, before a run knows whether it starts a node.
 """
 
 from __future__ import annotations
