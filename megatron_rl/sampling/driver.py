@@ -1,7 +1,8 @@
 """The thread that runs slices on the rollout replicas while the main thread trains.
 
-Only this thread calls replicas and waits for their replies. The main thread asks it to, and reads what it has
-collected. One lock guards what both threads use: the scheduler and the responses.
+In a loop it does what the main thread asks, gives each idle replica its next slice, waits for replies of replicas and
+of environments, and looks for replicas that failed or are to leave. It alone calls replicas. One lock guards what both
+threads use: the queue with its scheduler and responses, and the state of replicas.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from megatron_rl.sampling.replica_states import ReplicaSlot, ReplicaSlots, State
 from megatron_rl.sampling.request_queue import RequestQueue
 
 TICK_S = 0.005
-"""Longest wait for a reply before the thread looks at the main thread's jobs, which block it at every transfer."""
+"""Longest wait for a reply before the thread does what the main thread asks, which waits for it at every transfer."""
 
 IDLE_S = 0.2
-"""Longest wait when no call is running."""
+"""Longest wait while no replica runs a call."""
 
 LEAVE_S = 0.5
-"""Time that the thread has to end by itself."""
+"""Longest wait for the thread's end."""
 
 CHECK_S = 1.0
 """Time between two checks of replicas that have no running call."""
@@ -42,16 +43,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Hold:
-    """The main thread wants no running slice. drained: and no request in an engine."""
+    """The main thread wants that no slice runs, at a place where the schedule may be interrupted after `step`.
+
+    drained: that no engine has an unfinished request either.
+    """
 
     step: int
     drained: bool
 
 
 class Driver:
-    """A context manager around the thread, which first has all replicas build their engines.
+    """Entering starts the thread, which first has all replicas build their engines; leaving ends it.
 
-    check_pools: raises in the main thread if another pool has failed. second_buffer: replicas have a second buffer.
+    slots: the replicas and their states. queue: the requests. check_pools: raises if another pool has failed; the main
+    thread calls it while it waits. second_buffer: replicas receive weights into a second buffer.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Driver:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Let the thread end after its current wait, which ends when the cluster does."""
+        """Let the thread end after its present wait, which ends with the cluster at the latest."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -84,15 +89,15 @@ class Driver:
 
     @contextmanager
     def locked(self) -> Iterator[RequestQueue]:
-        """Hold the lock to read or change the queue; the thread looks at it again afterwards."""
+        """Hold the lock inside, to read or change the queue; the thread looks at it again afterwards."""
         with self._changed:
             yield self.queue
             self._changed.notify_all()
 
     def wait_until(self, is_true: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a condition that the thread changes. Raises the error that has ended the thread.
+        """Wait until `is_true` returns true, which the thread brings about. Raises the error that has ended the thread.
 
-        meanwhile: called every 0.2 s or so; it may raise.
+        meanwhile: called about every 0.2 s; it may raise.
         """
         with self._changed:
             while not is_true():
@@ -104,7 +109,7 @@ class Driver:
             self._raise_if_ended()
 
     def ask(self, body: Callable[[], Result]) -> Result:
-        """Have the thread run `body` between two waits, and wait for it. Raises what `body` raises."""
+        """Have the thread call `body` between two waits; return what it returns, or raise what it raises."""
         job: concurrent.futures.Future[Result] = concurrent.futures.Future()
         with self._changed:
             self._jobs.append((body, job))
@@ -114,7 +119,7 @@ class Driver:
 
     @contextmanager
     def holding(self, step: int, drained: bool = False) -> Iterator[None]:
-        """No slice runs inside; begins where the schedule may be interrupted after `step`.
+        """No slice runs inside: wait until the schedule may be interrupted after `step` (`RequestScheduler.may_save`).
 
         drained: no engine has an unfinished request either.
         """
@@ -122,7 +127,9 @@ class Driver:
             self._hold = Hold(step, drained)
             self.queue.scheduler.admits = not drained
         try:
-            self.wait_until(lambda: not self._must_go_on() and not any(slot.is_busy for slot in self.slots.generating))
+            self.wait_until(
+                lambda: not self._must_continue() and not any(slot.is_busy for slot in self.slots.generating)
+            )
             yield
         finally:
             with self._changed:
@@ -132,7 +139,7 @@ class Driver:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """No replica leaves inside, because it takes part in a transfer."""
+        """No replica leaves inside, because all take part in a transfer."""
         with self._changed:
             self._is_sending = True
         try:
@@ -144,39 +151,38 @@ class Driver:
     # For the thread
 
     def call(
-        self, slot: ReplicaSlot, call: Callable[[ReplicaSlot], Future[Any]], on_answer: Callable[[Any], None]
+        self, slot: ReplicaSlot, call: Callable[[ReplicaSlot], Future[Any]], on_reply: Callable[[Any], None]
     ) -> None:
-        """Call a replica and pass its reply to `on_answer`. A replica whose call fails is lost."""
+        """Call a replica, and pass its reply to `on_reply` once it is there. A replica whose call fails is lost."""
         try:
-            self._calls[call(slot)] = (slot, on_answer)
+            self._calls[call(slot)] = (slot, on_reply)
         except MegatronRLError as error:
             self._lost(slot, error)
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call is running."""
+        """Whether a replica runs a call."""
         return bool(self._calls)
 
     def collect(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for replies, and handle them."""
+        """Wait at most `timeout` seconds for replies of replicas, and pass each to its `on_reply`."""
         if not self._calls:
             with self._changed:
                 if not self._jobs and not self._ends:
-                    is_open = self.queue.has_turns_open or bool(self.queue.scheduler.verdicts.unjudged)
-                    waits = timeout if is_open else max(timeout, IDLE_S)
-                    self._changed.wait(waits)  # whatever changes wakes it
+                    is_awaited = self.queue.has_turns_open or bool(self.queue.scheduler.verdicts.unjudged)
+                    self._changed.wait(timeout if is_awaited else max(timeout, IDLE_S))  # any change ends the wait
             return
         for future in wait_any(list(self._calls), timeout):
             if future not in self._calls:
                 continue  # its replica was lost with another of these calls
-            slot, on_answer = self._calls.pop(future)
+            slot, on_reply = self._calls.pop(future)
             try:
-                answer = future.get()
+                reply = future.get()
             except MegatronRLError as error:
                 self._lost(slot, error)
                 continue
             with self._changed:
-                on_answer(answer)
+                on_reply(reply)
                 self._changed.notify_all()
 
     def _run(self) -> None:
@@ -200,7 +206,7 @@ class Driver:
                 self._changed.notify_all()
 
     def check_replicas(self) -> None:
-        """Notice that a replica has failed, also outside of a call."""
+        """Find replicas that have failed, also outside of a call."""
         for slot in self.slots.present:
             try:
                 slot.replica.raise_if_failed()
@@ -208,7 +214,7 @@ class Driver:
                 self._lost(slot, error)
 
     def _check_replicas_if_due(self) -> None:
-        """Look at all replicas, and at the notices of those that come and go."""
+        """Every CHECK_S: find failed replicas; in an elastic pool read the notices, and start replicas with room."""
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + CHECK_S
@@ -222,7 +228,7 @@ class Driver:
             self.slots.raise_if_too_few()
 
     def _let_leave(self) -> None:
-        """End replicas that are to leave, between two slices and outside of transfers, saves and validations."""
+        """End idle replicas that are to leave, unless a transfer, a save or a validation needs them."""
         for slot in self.slots.all:
             may_end = slot.state in (State.GENERATING, State.JOINING, State.STARTING) and not slot.is_busy
             if not slot.leaves or not may_end or slot.is_paused:
@@ -237,11 +243,13 @@ class Driver:
                 self._changed.notify_all()
 
     def _take_replies(self) -> None:
+        """Take the replies of environments, and verdicts on groups."""
         with self._changed:
             if self.queue.take_replies() | self.queue.judge():
                 self._changed.notify_all()
 
     def _do_jobs(self) -> None:
+        """Do what the main thread asks."""
         while self._jobs:
             body, job = self._jobs.popleft()
             try:
@@ -252,11 +260,12 @@ class Driver:
                 self._changed.notify_all()
 
     def _give_orders(self) -> None:
+        """Give each idle replica its next slice, if the schedule has one."""
         for slot in self.slots.generating:
             if slot.is_busy or slot.is_paused:
                 continue
             with self._changed:
-                if self._hold is not None and not self._must_go_on():
+                if self._hold is not None and not self._must_continue():
                     continue
                 if slot.leaves and self._hold is None:
                     continue
@@ -267,7 +276,7 @@ class Driver:
                 self.call(slot, partial(advance, order), partial(self._done, slot))
 
     def build(self, slot: ReplicaSlot, _: None = None) -> None:
-        """Have a started replica build its engine; it waits for weights afterwards."""
+        """Have a started replica build its engine; then it waits for weights."""
         across = TransferSettings(first_replica=slot.number, second_buffer=self.second_buffer)
 
         def built(_: Any) -> None:
@@ -275,8 +284,8 @@ class Driver:
 
         self.call(slot, lambda slot: slot.host.build(ROLLOUT, across), built)
 
-    def _must_go_on(self) -> bool:
-        """Whether slices must go on before the schedule may be interrupted."""
+    def _must_continue(self) -> bool:
+        """Whether more slices must run before the schedule may be interrupted."""
         if self._hold is None or not self.queue.scheduler.may_save(self._hold.step):
             return True
         return self._hold.drained and any(self.queue.engines[slot.number] for slot in self.slots.generating)
@@ -286,11 +295,13 @@ class Driver:
             raise self._error
 
     def _done(self, slot: ReplicaSlot, reports: Any) -> None:
+        """Take the reports of a slice."""
         slot.is_busy = False
         for report in reports:
             self.queue.done(report)
 
     def _lost(self, slot: ReplicaSlot, error: MegatronRLError) -> None:
+        """Give the requests of a failed replica to others, and start it again."""
         self._drop_calls(slot)
         with self._changed:
             if slot.state is State.GENERATING:

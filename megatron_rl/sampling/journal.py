@@ -363,8 +363,8 @@ class Recorder(Questions):
             self._orders[replica] = order
         return order
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
-        self._decider.slice_done(replica, num_steps, drawn, finished, away)
+    def slice_done(self, replica: int, num_steps: int, tokens: Counts, finished: Numbers, away: Numbers = ()) -> None:
+        self._decider.slice_done(replica, num_steps, tokens, finished, away)
         order = self._orders.pop(replica)
         ended, left = tuple(sorted(finished)), tuple(sorted(away))
         self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended, left))

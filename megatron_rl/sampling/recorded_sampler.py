@@ -49,8 +49,8 @@ class RecordedSampler(PoolSampler):
             greedy.add(one_per_group(rows.select(*PROMPT_COLUMNS)))
         return SampledBatch(step, rows, greedy)
 
-    def draw_prompts(self, last: int) -> None:
-        """Nothing is generated for training."""
+    def add_prompts(self, last: int) -> None:
+        """Add none: the record has them."""
 
     def _prompts(self, recorded: RecordedStep, rows: Batch) -> Batch:
         """The columns of prompts of the recorded rows, with what the prompt files have for the reward function."""

@@ -203,7 +203,7 @@ class Replay:
         self._held[replica] = known.order.version
         return known.order
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
+    def slice_done(self, replica: int, num_steps: int, tokens: Counts, finished: Numbers, away: Numbers = ()) -> None:
         """Raises ReplayError if engine steps, or requests that ended or went away, differ from the recorded ones."""
         number = self._num_done[replica]
         if number == self._num_given[replica]:

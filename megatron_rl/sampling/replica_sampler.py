@@ -143,7 +143,7 @@ class ReplicaSampler(Sampler):
         """
         version = self.weights.version
         with self.driver.locked() as queue:
-            self.draw_prompts(self.rules.last_batch(version))
+            self.add_prompts(self.rules.last_batch(version))
             queue.begin_episodes()
         self.driver.wait_until(lambda: self.queue.is_begun)
         with self.driver.locked() as queue:

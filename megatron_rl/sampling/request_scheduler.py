@@ -29,11 +29,11 @@ class RequestScheduler(Protocol):
 
     def next_order(self, replica: int) -> SliceOrder | None:
         """The replica's next slice, which is outstanding from now on. None: there is none until another fact
-        arrives.
+        arrives, or the replica is dead, or its last order is outstanding.
         """
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
-        """The outstanding order was carried out. drawn: request -> number of new tokens. away: requests whose turn has
+    def slice_done(self, replica: int, num_steps: int, tokens: Counts, finished: Numbers, away: Numbers = ()) -> None:
+        """The outstanding order was carried out. tokens: request -> number of new tokens. away: requests whose turn has
         ended, and which wait for the reply outside the engine.
         """
 

@@ -14,11 +14,11 @@ from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
 
 @dataclass
 class Request:
-    """An open request. drawn: its number of tokens. version: that of its last token. late: number of slices it was
-    late.
+    """An open request. num_tokens: of its response so far. attempt: number of times that it began anew. version: that
+    of its last token. late: number of slices in which the trainer waited for it alone.
     """
 
-    drawn: int = 0
+    num_tokens: int = 0
     attempt: int = 0
     version: int = 0
     late: int = 0

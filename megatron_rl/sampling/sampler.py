@@ -1,8 +1,8 @@
-"""Sample batches: prompts in their order, responses from the rollout, and weights sent to the rollout.
+"""Give the training loop its batches: prompts in their order, with responses from the rollout.
 
-The scheduler decides which replica generates which requests with which weights. A sampler turns its decisions into
-batches for the training loop. The prompt cursor of the run stays at the last trained batch, so that a checkpoint is the
-same with and without batches that are already begun.
+The scheduler decides which replica generates which requests with which weights; a sampler turns its decisions into
+batches, and sends weights to the rollout. The run's prompt cursor stays behind the last trained batch, and a cursor of
+its own runs ahead, so that a checkpoint is the same with and without batches that are already begun.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from megatron_rl.scoring.user_verdict import UserVerdicts
 
 
 class Awaited:
-    """The episodes that are waited for, if any. in_rounds: they are generated in several rounds of the engines, between
-    which the driver learns of them; else only the engines know.
+    """The episodes that the trainer waits for, for the progress line.
+
+    in_rounds: the driver learns of responses between rounds of the engines; else the engines alone know of them.
     """
 
     def __init__(self, in_rounds: bool) -> None:
@@ -52,7 +53,7 @@ class Awaited:
 
     @contextmanager
     def waiting(self, episodes: Sequence[Episode]) -> Iterator[None]:
-        """Wait for these inside."""
+        """Wait for these episodes inside."""
         self._episodes = episodes
         try:
             yield
@@ -60,7 +61,7 @@ class Awaited:
             self._episodes = ()
 
     def progress(self, phase: str = "") -> list[str]:
-        """Return how many are complete, and how many wait for their environment; any thread may ask."""
+        """Return lines: how many are complete, and how many wait for their environment. Any thread may call."""
         episodes = self._episodes
         if not (episodes and self._in_rounds):
             return []
@@ -70,14 +71,15 @@ class Awaited:
 
 
 TURNS = "turns"
-"""The phase in which nothing but environments, tools and agents is waited for."""
+"""The phase in which the trainer waits for environments, tools and agents alone."""
 FIXED_SALT = -1
-"""Validation samples, where they are sampled, use the same seeds every time."""
+"""Salt of seeds that are the same in every step: of validation, and of greedy responses."""
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:
-    """Tokens that a request got in an engine step, and the share of draft tokens that were right; none without draft
-    tokens."""
+    """Return the tokens of a request in an engine step, and the share of draft tokens that were accepted; {} without
+    draft tokens.
+    """
     if not counts.num_steps:
         return {}
     accepted = counts.num_tokens - counts.num_steps
@@ -97,8 +99,11 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of batches. scorer: of responses, which may begin before their batch is complete. episodes: answers
-    turns; None: the first turn of a response is its last. verdicts: the user's, on groups; None: their scores decide.
+    """What batches are made of.
+
+    train_data, cursor: the prompts, and the run's position in them. scorer: of responses, which may begin before their
+    batch is complete. episodes: environments that answer turns; None: a response has one turn. verdicts: the user's
+    function on groups; None: scores decide.
     """
 
     config: RunConfig
@@ -112,13 +117,13 @@ class Sources:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The scheduler of a run and its state. checkpoint: the folder to resume from if it has responses, else None.
+    """The scheduler of a run and its state.
 
-    last_batch: the last batch that the checkpoint has begun. journal: None if no response outlives its step: then
-    nothing is recorded or saved. replies: the replies to turns of a schedule that is repeated, by request, in their
-    order. earlier: responses from which rollouts draft, with those of the checkpoint; None: they do not. lengths: of
-    former responses, by which requests are ordered; None: they are not. first_group: with
-    verdicts, the group whose prompt the cursor gives next.
+    rules: settings of the schedule. journal: records it; None if no response outlives its step: then nothing is
+    recorded or saved. last_batch: the last batch that the checkpoint has begun. checkpoint: its folder, if it has
+    responses, else None. replies: those to turns of a schedule that is replayed, by request, in their order. earlier:
+    responses of earlier steps, for draft tokens; None: not used. lengths: of responses of earlier steps, which order
+    requests; None: not used. first_group: with verdicts, the number of the group whose prompt the cursor gives next.
     """
 
     rules: ScheduleConfig
@@ -134,10 +139,11 @@ class Schedule:
 
 
 class Sampler:
-    """Base of samplers: samples prompts as far ahead of training as the settings allow. Raises as `read_answers`.
+    """Base of samplers: begins batches as far ahead of training as the settings allow.
 
-    Subclasses define `next`, `load_weights`, `answer` and `saving`. version: of the newest weights that the rollout
-    has, in training steps.
+    Subclasses define `next`, `load_weights`, `answer` and `saving`. answers: the batches that are begun, with their
+    responses. queue: their requests. needs_greedy: an estimator compares with greedy responses. Raises as
+    `read_answers`.
     """
 
     def __init__(self, schedule: Schedule, sources: Sources) -> None:
@@ -164,7 +170,7 @@ class Sampler:
         if self.rules.kept_groups:
             self._groups = self._filtered_batches(schedule, sources)
             self._groups.begin(schedule.scheduler.verdicts.take_joined())
-        self.draw_prompts(schedule.last_batch)
+        self.add_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
         self.answers.trained(self.rules.first_step - 1)  # groups that joined an earlier batch
@@ -182,7 +188,9 @@ class Sampler:
         self._begin_episodes()
 
     def _filtered_batches(self, schedule: Schedule, sources: Sources) -> FilteredBatches:
-        """What verdicts on groups need; without responses that outlive a step, batches are scored as a whole."""
+        """Return what verdicts on groups need. Where a response may outlive its step, groups are scored one by one,
+        with a scorer of their own; else batches are scored as a whole.
+        """
         rewards, rules, user = sources.scorer.rewards, self.rules, sources.verdicts
         own = RewardScorer(rewards.for_groups()) if rules.ahead else sources.scorer
         if user is not None and rules.ahead:
@@ -195,7 +203,7 @@ class Sampler:
         return FilteredBatches(rules, self.answers, prompts, judge, *rest)
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
-        """What answers turns: as recorded where a schedule is repeated. Every response goes to the journal."""
+        """Return what answers turns, a replayed schedule with its recorded replies. The journal gets each reply."""
         if live is None:
             return None
         episodes = live if schedule.replies is None else RecordedEpisodes(live.limits, schedule.replies)
@@ -205,32 +213,33 @@ class Sampler:
         return episodes
 
     def next(self, step: int) -> SampledBatch:
-        """The batch of a step, once it is complete."""
+        """Return the batch of a step, once it is complete."""
         raise NotImplementedError
 
     def load_weights(self, step: int) -> None:
-        """Let generation have the weights after `step`."""
+        """Give the weights after `step` to the rollout."""
         raise NotImplementedError
 
     def answer(self, prompts: Batch, sampling: Sampling) -> Batch:
-        """The prompts as their episodes have begun, with responses to all of them, now and outside of the schedule,
-        by the newest weights that the rollout has.
+        """Generate responses now, outside of the schedule, with the newest weights that the rollout has.
+
+        Returns the prompts, as environments may have changed them, each with its response.
         """
         raise NotImplementedError
 
     def saving(self, step: int) -> AbstractContextManager[None]:
-        """Wrap a checkpoint after `step`: responses of later steps do not change inside."""
+        """Hold responses of later steps still inside, while a checkpoint after `step` is written."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, float]:
-        """Metrics of a step's sampling."""
+        """Return metrics of a step's sampling."""
         return {}
 
     def begin_batches(self, last: int) -> None:
-        """Generate the prompts of all batches up to that of step `last`, and wait until environments have begun their
+        """Add the prompts of all batches up to that of step `last`, and wait until environments have begun their
         episodes.
         """
-        self.draw_prompts(last)
+        self.add_prompts(last)
         self._begin_episodes()
 
     def _begin_episodes(self) -> None:
@@ -239,8 +248,10 @@ class Sampler:
             with self.logger.clock.phase(TURNS):
                 self.queue.take_replies(waits=True)
 
-    def draw_prompts(self, last: int) -> None:
-        """Generate the prompts of all batches up to that of step `last`, unless verdicts decide which they are."""
+    def add_prompts(self, last: int) -> None:
+        """Add the prompts of all batches up to that of step `last` to `answers`. With verdicts on groups these say when
+        a prompt is read.
+        """
         while self._groups is None and self._last_begun < last:
             self._last_begun += 1
             prompts = self.next_prompts(self._cursor_ahead)
@@ -248,7 +259,7 @@ class Sampler:
             self.answers.add(self._last_begun, prompts, self.sampling(self._last_begun), greedy, self.greedy())
 
     def write(self, folder: Path, step: int) -> list[str]:
-        """Write the responses of steps after `step` to a checkpoint; returns file names. Call inside `saving`."""
+        """Write the responses of steps after `step` to a checkpoint; return its file names. Call inside `saving`."""
         files = []
         if self._earlier is not None:
             self._earlier.write(folder, step)
@@ -265,39 +276,39 @@ class Sampler:
         return files
 
     def earlier_of(self, index: int, batch: int) -> tuple[bytes, ...]:
-        """Earlier responses that requests of a prompt and a batch name: see `Start`."""
+        """Return the responses of earlier steps to a prompt that a request of a batch may draft from: see `Start`."""
         return () if self._earlier is None else self._earlier.of(index, batch)
 
     def keep(self, step: int, rows: Batch) -> None:
-        """Keep a step's responses for draft tokens of later steps, if rollouts draft from them, and their lengths."""
+        """Keep a step's responses for draft tokens, and their lengths for the order of requests, if they are used."""
         if self._lengths is not None:
             self._lengths.add(step, rows["index"], rows)
         if self._earlier is not None:
             self._earlier.add(step, rows["index"], rows)
 
     def _prompts_numbered(self, numbers: Sequence[int]) -> Batch:
-        """Prompts by their rows over all files. Raises ValueError for one that is none of the usable prompts."""
+        """Return prompts by their row numbers over all files. Raises ValueError for a row that is no usable prompt."""
         places = self.train_data.places(numbers)
         if None in places:
             raise ValueError(f"rows {list(numbers)} are not all prompts of this run")
         return self.train_data.batch([place for place in places if place is not None])
 
     def next_prompts(self, cursor: PromptCursor) -> Batch:
-        """The next training prompts of a cursor, each `rollout.n` times."""
+        """Return the next training prompts of a cursor, each `rollout.n` times."""
         return repeated(self.train_data.batch(cursor.next_indices()), self.config.batch_sizes.samples_per_prompt)
 
     def sampling(self, salt: int) -> Sampling:
-        """Sampling parameters of training."""
+        """Return the sampling parameters of training. salt: makes the seeds of a batch its own."""
         rollout, longest = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
         experts = self.config.returns_experts
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, longest, salt, experts)
 
     def greedy(self) -> Sampling:
-        """Sampling parameters of greedy baseline responses, where the seed has no effect."""
+        """Return the sampling parameters of greedy responses, on which the seed has no effect."""
         return Sampling(0.0, 1.0, -1, self.config.data.max_response_length, FIXED_SALT)
 
     def val_sampling(self) -> Sampling:
-        """Sampling parameters of validation: greedy unless `val_kwargs.do_sample`."""
+        """Return the sampling parameters of validation: greedy unless `val_kwargs.do_sample`."""
         kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
         if not kwargs.do_sample:
             return self.greedy()
@@ -305,7 +316,7 @@ class Sampler:
         return Sampling(kwargs.temperature, kwargs.top_p, kwargs.top_k, longest, FIXED_SALT)
 
     def take(self, step: int) -> SampledBatch:
-        """The complete batch of a step, which is trained now."""
+        """Hand the complete batch of a step to the trainer, and move the run's prompt cursor behind it."""
         if self._groups is not None:
             batch, rows = self._groups.take(step, self.queue)
             batch.metrics |= {} if self._verdicts is None else self._verdicts.metrics()
@@ -313,7 +324,7 @@ class Sampler:
             batch.metrics |= self._describe_responses(step)
             return batch
         rows, greedy = self.queue.batch(step)
-        self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
+        self.cursor.next_indices()  # the prompts of this batch
         self.keep(step, rows)
         requests, compared = self.answers.requests_of(step)
         batch = SampledBatch(step, rows, greedy, requests=requests, greedy_requests=compared)
@@ -323,24 +334,22 @@ class Sampler:
         return batch
 
     def _sampled_episodes(self, step: int) -> list[Episode]:
-        """The episodes of a step's rows, without greedy responses; none of a batch that is not begun."""
+        """Return the episodes of a step's batch without greedy responses; [] if the batch is not begun."""
         return [self.answers.episode(request) for request in self.answers.requests_of(step)[0]]
 
     def _describe_responses(self, step: int) -> dict[str, float]:
-        """Metrics of draft tokens and episodes. Warns of failed ones; raises RewardError where too many have failed."""
-        drafts = draft_metrics(self.answers.drafts(step))
+        """Return metrics of draft tokens and episodes. Warn of failed episodes; raise RewardError for too many."""
+        metrics = draft_metrics(self.answers.drafts(step))
         if self.episodes is None:
-            return drafts
+            return metrics
         episodes = self._sampled_episodes(step)
-        metrics, most = (
-            drafts | episode_metrics(episodes),
-            self.config.actor_rollout_ref.rollout.multi_turn.max_failed_ratio,
-        )
+        metrics |= episode_metrics(episodes)
         failures = [episode.failure for episode in episodes if episode.failure is not None]
         while self.episodes.late_notes:
             self.logger.warn(self.episodes.late_notes.pop(0))
         if failures:
             first = f"{len(failures)} of {len(episodes)} episodes failed; the first: {failures[0].reason}"
+            most = self.config.actor_rollout_ref.rollout.multi_turn.max_failed_ratio
             if len(failures) > most * len(episodes):
                 raise RewardError(f"{first}; at most {most:.0%} may fail (multi_turn.max_failed_ratio)")
             self.logger.warn(first)

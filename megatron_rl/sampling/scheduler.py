@@ -1,11 +1,14 @@
-"""Decide which replica generates which requests with which weights. The scheduler only counts: no tokens, clock,
-processes.
+"""Decide which replica generates which requests with which weights, from counts alone: no tokens, clock or processes.
 
-Facts come in (a slice is done, weights have arrived, a batch was taken, a replica died), orders go out. A request is
-open from its first hand-out until it is finished. It belongs to one replica. If that replica dies the request waits,
-in front of all requests that were never handed out. In rounds (`ScheduleConfig.in_rounds`) orders are made for all
-replicas at once, when every order of the previous round is answered, from counts that do not depend on the order of
-facts.
+Facts come in: a slice is done, weights have arrived, a batch was taken, a replica died. Orders for slices go out.
+
+- A request is one response, a version is the weights after that many steps. A replica holds one version, and takes a
+  newer one, which it has received, at the start of an order.
+- A replica owns a request from its first order until the request is finished; meanwhile the request is open. If the
+  replica dies, the request waits, in front of all requests that no replica has had.
+- A request is away between two turns: it has left the engine, and waits for the reply of its environment.
+- In rounds (`ScheduleConfig.in_rounds`) orders are made for all replicas at once, when every order of the previous
+  round is answered, from counts that do not depend on the order of facts. Version `due` is then the one to hold.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
 
 @dataclass(eq=False)
 class _Replica:
-    """One replica. held: its version; ready: the newest version it has received. owned: its open requests; inside: the
-    requests in its engine; renewed: owned requests that must restart. straggler: the late request of `order`.
+    """What is known of one replica.
+
+    held: the version of its weights. ready: the newest version that it has received, and takes with its next order.
+    owned: its open requests. inside: the requests in its engine. renewed: owned requests that the engine must start
+    again, with the tokens that they have. order: the outstanding one. straggler: the request of that order for which
+    alone the trainer waits.
     """
 
     held: int
@@ -49,7 +56,9 @@ class _Replica:
 
 
 class Scheduler:
-    """The state machine. Wrong facts raise ValueError and change nothing."""
+    """The schedule of a run, as a state machine: a `RequestScheduler`, which describes its methods. Wrong facts raise
+    ValueError and change nothing.
+    """
 
     def __init__(
         self,
@@ -58,11 +67,10 @@ class Scheduler:
         state: Mapping[str, Any] | None = None,
         expect: Callable[[int], int | None] | None = None,
     ) -> None:
-        """All replicas are alive with empty engines and version first_step - 1, or that of `state` if newer.
+        """Begin with living replicas, empty engines and version first_step - 1, or that of `state` if newer.
 
-        state: from `state_dict`, also of another number of replicas. With it, there may be decisions to take at once.
-        expect: request -> tokens that it will probably have; it returns None for an unknown prompt. Rounds spread
-        requests by these numbers.
+        state: from `state_dict`, also of another number of replicas; there may be decisions to take at once. expect:
+        request -> its probable number of tokens, None if unknown, by which rounds spread requests over replicas.
         """
         self.rules = rules
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -85,9 +93,6 @@ class Scheduler:
     # Questions
 
     def next_order(self, replica: int) -> SliceOrder | None:
-        """The replica's next slice, outstanding from now on. None: there is none until another fact arrives, or the
-        replica is dead, or its last order is outstanding.
-        """
         known = self._replicas[replica]
         if not known.is_alive or known.order is not None:
             return None
@@ -96,25 +101,22 @@ class Scheduler:
                 self._plan_round()
             known.order = self._planned.pop(replica, None)
         else:
-            known.order = self._free_order(replica)
+            known.order = self._order_at_once(replica)
         return known.order
 
     def is_complete(self, step: int) -> bool:
-        """Whether all requests of batch `step` are finished."""
         return self._requests.is_complete(step)
 
     @property
-    def _is_drawn(self) -> bool:
+    def _is_finished(self) -> bool:
         """Whether every request of the run is finished."""
         return self._requests.frontier > self.rules.num_steps_total
 
     def take_decisions(self) -> Sequence[RequestDecision]:
-        """Decisions since the last call."""
         decisions, self._decisions = self._decisions, []
         return decisions
 
     def wanted_version(self, replica: int) -> int | None:
-        """The lowest version that an idle replica must receive before it can get an order; None if it needs none."""
         known = self._replicas[replica]
         if not known.is_alive or known.order is not None or self._is_round_open():
             return None
@@ -136,10 +138,10 @@ class Scheduler:
         """Whether weights may be sent now. In rounds it is too early while an earlier version, which all replicas take
         at a fixed place, has not been taken. Otherwise it is never too early.
         """
-        if not self.rules.in_rounds or self._is_drawn:
+        if not self.rules.in_rounds or self._is_finished:
             return True
         due = self._due()
-        return not self._planned and (due >= version or not self._swappers(due))
+        return not self._planned and (due >= version or not self._behind(due))
 
     def may_save(self, step: int) -> bool:
         """Whether a run that resumes from a checkpoint after `step`, written now, generates the same as this one.
@@ -147,12 +149,11 @@ class Scheduler:
         In rounds this holds once all replicas wait for the version of `step` or a later one, so `version_ready(step)`
         must not be called before `saved(step)`. Without rounds it always holds.
         """
-        if not self.rules.in_rounds or self._is_drawn:
+        if not self.rules.in_rounds or self._is_finished:
             return True
         return not self._is_round_open() and self._due() >= step and self._waits_for_due()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that future decisions depend on, as JSON values; outstanding orders count as never given."""
         owners = {request: index for index, replica in enumerate(self._replicas) for request in replica.owned}
         return self._requests.state_dict() | {
             "versions": [[replica.held, replica.ready] for replica in self._replicas],
@@ -160,30 +161,27 @@ class Scheduler:
             "counts": dict(self.counts),
             "away": sorted(self.away),
             "open": [
-                [request, owners.get(request), known.drawn, known.attempt, known.version, known.late]
+                [request, owners.get(request), known.num_tokens, known.attempt, known.version, known.late]
                 for request, known in sorted(self._requests.open.items())
             ],
         }
 
     # Facts
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
-        """The outstanding order of `replica` was carried out. drawn: request -> number of new tokens. away: requests
-        whose turn has ended: they have left the engine until `returned`.
-        """
+    def slice_done(self, replica: int, num_steps: int, tokens: Counts, finished: Numbers, away: Numbers = ()) -> None:
         known = self._replicas[replica]
         order = known.order
         if order is None:
             raise ValueError(f"replica {replica} has no outstanding order")
-        strangers = (set(drawn) | set(finished) | set(away)) - known.owned
-        if strangers or min(drawn.values(), default=0) < 0:
+        strangers = (set(tokens) | set(finished) | set(away)) - known.owned
+        if strangers or min(tokens.values(), default=0) < 0:
             raise ValueError(
                 f"replica {replica} does not run requests {sorted(strangers)}, or reports a negative number of tokens"
             )
         known.order = None
-        for request, num in drawn.items():
+        for request, num in tokens.items():
             if num:
-                self._requests.open[request].drawn += num
+                self._requests.open[request].num_tokens += num
                 self._requests.open[request].version = order.version
         known.inside.difference_update(finished, away)
         self.away.update(away)
@@ -195,7 +193,6 @@ class Scheduler:
         self._let_verdicts_apply()
 
     def returned(self, request: int, is_finished: bool) -> None:
-        """A request that was away has the reply to its turn. is_finished: it needs no further turn."""
         if request not in self.away:
             raise ValueError(f"request {request} is not away: these are {sorted(self.away)}")
         self.away.remove(request)
@@ -207,7 +204,7 @@ class Scheduler:
         self._let_verdicts_apply()
 
     def sending(self, version: int) -> None:
-        """`version` begins to overwrite weights that replicas have received but not taken. They keep what they hold."""
+        """`version` begins to overwrite weights that replicas have received and not taken; the held ones stay."""
         for replica in self._replicas:
             replica.ready = replica.held
 
@@ -270,43 +267,46 @@ class Scheduler:
     # Handing out
 
     def _room(self, replica: _Replica) -> int:
-        """How many more requests a replica takes. Without `ahead` a whole batch is handed out, and the engine queues
-        it.
-        """
+        """Return how many more requests a replica takes: without `ahead` a whole batch, which its engine queues."""
         if not self.admits and not self.rules.in_rounds:  # in rounds they drain at their own places
             return 0
         most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
         return max(0, most - len(replica.owned - self.away))
 
-    def _free_version(self, replica: _Replica) -> int:
-        """The version of its next slice: the newest; without `partial` only once it has no unfinished request."""
+    def _version_at_once(self, replica: _Replica) -> int:
+        """Return the version of its next slice, without rounds; without `partial` an open request keeps it."""
         return replica.ready if self.rules.partial or not replica.owned else replica.held
 
-    def _takers(self, versions: Mapping[int, int]) -> list[int]:
-        """Replicas that may start the first waiting request. versions: replica -> version of its next slice."""
+    def _starters(self, versions: Mapping[int, int]) -> list[int]:
+        """Return the replicas that may start the first waiting request. versions: replica -> that of its next slice."""
         head = self._requests.head()
         if head is None:
             return []
         return [replica for replica, version in versions.items() if self._requests.may_start(head, version)]
 
-    def _shares(self, takers: Sequence[int], num_waiting: int) -> list[int]:
-        replicas = [self._replicas[taker] for taker in takers]
+    def _shares(self, starters: Sequence[int], num_waiting: int) -> list[int]:
+        """Return how many of the waiting requests each of these replicas gets."""
+        replicas = [self._replicas[index] for index in starters]
         return even_shares([len(r.owned) for r in replicas], [self._room(r) for r in replicas], num_waiting)
 
-    def _free_order(self, replica: int) -> SliceOrder | None:
+    def _order_at_once(self, replica: int) -> SliceOrder | None:
+        """Hand out requests to a replica that asks for its next slice, and return the order; without rounds."""
         known = self._replicas[replica]
-        version = self._free_version(known)
+        version = self._version_at_once(known)
         if self._room(known):
             # The replica that asks comes first, so that it wins if loads are equal.
-            order = [replica, *(other for other, r in enumerate(self._replicas) if r.is_alive and other != replica)]
-            takers = self._takers({other: self._free_version(self._replicas[other]) for other in order})
-            if takers[:1] == [replica]:
-                share = self._shares(takers, self._requests.num_waiting(version))[0]
+            living = [replica, *(other for other, r in enumerate(self._replicas) if r.is_alive and other != replica)]
+            starters = self._starters({other: self._version_at_once(self._replicas[other]) for other in living})
+            if starters[:1] == [replica]:
+                share = self._shares(starters, self._requests.num_waiting(version))[0]
                 known.owned.update(self._requests.hand_out(share, version))
         return self._order(replica, version, self._requests.taken + 1) if known.owned - self.away else None
 
     def _order(self, replica: int, version: int, next_batch: int) -> SliceOrder:
-        """The order after which the engine of `replica` runs what it owns, under `version`."""
+        """Return the order that lets the engine of `replica` run what it owns under `version`.
+
+        next_batch: the batch that the trainer waits for.
+        """
         known = self._replicas[replica]
         if version != known.held:
             if self.rules.colocated:
@@ -330,6 +330,7 @@ class Scheduler:
         return bool(self.verdicts.unjudged) or self._has_slices_or_turns()
 
     def _let_verdicts_apply(self) -> None:
+        """Let verdicts on groups take effect, if they may now."""
         if isinstance(self.verdicts, Verdicts):
             self.verdicts.apply()
 
@@ -342,7 +343,7 @@ class Scheduler:
     def _last_open_batch(self) -> int | None:
         """The last batch that replicas may start now, as orders depend on it; None between two rounds' ends."""
         if not self.rules.in_rounds:
-            versions = [self._free_version(replica) for replica in self._replicas if replica.is_alive]
+            versions = [self._version_at_once(replica) for replica in self._replicas if replica.is_alive]
         elif self._is_round_open() or self._waits_for_due():
             return None
         else:
@@ -354,67 +355,75 @@ class Scheduler:
         return is_awaited or bool(self._planned) or any(replica.order is not None for replica in self._replicas)
 
     def _due(self) -> int:
-        """The version that all replicas should hold by now, in rounds; it depends only on the complete batches."""
+        """Return the version that all replicas should hold by now, in rounds; complete batches alone decide it."""
         latest = self._requests.frontier - 1 - self.rules.versions_late
         return max(latest // self.rules.sync_every * self.rules.sync_every, self.rules.first_step - 1)
 
-    def _swappers(self, due: int) -> list[_Replica]:
-        """Replicas that must still take version `due`, without those that came back with less after it was
-        announced.
+    def _behind(self, due: int) -> list[_Replica]:
+        """Return the replicas that must still take version `due`. One that came back with an older version after `due`
+        was announced is left out: it cannot get it any more.
         """
         return [r for r in self._replicas if r.is_alive and r.held < due and (r.ready >= due or self._announced < due)]
 
     def _waits_for_due(self) -> bool:
         """Whether no round can begin before a version arrives."""
-        swappers = self._swappers(self._due())
-        drains = not self.rules.partial and any(replica.owned for replica in swappers)
-        return bool(swappers) and not drains and self._announced < self._due()
+        behind = self._behind(self._due())
+        drains = not self.rules.partial and any(replica.owned for replica in behind)
+        return bool(behind) and not drains and self._announced < self._due()
 
     def _plan_round(self) -> None:
         """Make orders for all living replicas, unless a version must arrive first."""
         if self._waits_for_due():
             return
-        versions, starters = self._round_versions()
-        takers = self._takers(starters)
-        num_waiting = self._requests.num_waiting(max((versions[taker] for taker in takers), default=0)) if takers else 0
-        shares = self._shares(takers, num_waiting)
-        if self._expect is not None and len({versions[taker] for taker in takers}) == 1:
-            self._hand_out_by_length(takers, self._requests.hand_out(sum(shares), versions[takers[0]]))
+        versions, may_start = self._round_versions()
+        starters = self._starters(may_start)
+        newest = max((versions[index] for index in starters), default=0)
+        shares = self._shares(starters, self._requests.num_waiting(newest) if starters else 0)
+        if self._expect is not None and len({versions[index] for index in starters}) == 1:
+            self._spread_by_length(starters, self._requests.hand_out(sum(shares), newest))
         else:
-            for taker, share in zip(takers, shares, strict=True):
-                self._replicas[taker].owned.update(self._requests.hand_out(share, versions[taker]))
+            for index, share in zip(starters, shares, strict=True):
+                self._replicas[index].owned.update(self._requests.hand_out(share, versions[index]))
         for index, version in versions.items():
             if self._replicas[index].owned - self.away:
                 self._planned[index] = self._order(index, version, self._requests.frontier)
 
     def _round_versions(self) -> tuple[dict[int, int], dict[int, int]]:
-        """The versions of the next round's slices by replica, and those of the replicas that may start requests."""
+        """Return replica -> the version of its slice in the next round, and those of replicas that may start requests.
+
+        A replica that is behind takes version `due`; without `partial` it starts none until all requests of those
+        behind are finished.
+        """
         due = self._due()
-        swappers = self._swappers(due)
-        drains = not self.rules.partial and any(replica.owned for replica in swappers)
-        versions, starters = {}, {}
+        behind = self._behind(due)
+        drains = not self.rules.partial and any(replica.owned for replica in behind)
+        versions, may_start = {}, {}
         for index, replica in enumerate(self._replicas):
             if replica.is_alive:
-                swaps = replica in swappers and not drains
-                versions[index] = due if swaps else replica.held
-                if swaps or replica not in swappers:
-                    starters[index] = versions[index]
-        return versions, starters
+                takes_due = replica in behind and not drains
+                versions[index] = due if takes_due else replica.held
+                if takes_due or replica not in behind:
+                    may_start[index] = versions[index]
+        return versions, may_start
 
-    def _hand_out_by_length(self, takers: Sequence[int], requests: Sequence[int]) -> None:
+    def _spread_by_length(self, starters: Sequence[int], requests: Sequence[int]) -> None:
+        """Give each replica whole groups of these requests, so that all end at about the same time.
+
+        An unknown length counts as the mean of the known ones.
+        """
         assert self._expect is not None
-        size, replicas = self.rules.group_size, [self._replicas[taker] for taker in takers]
+        size, replicas = self.rules.group_size, [self._replicas[index] for index in starters]
         groups = [list(group) for _, group in groupby(requests, lambda request: request // size)]
-        owned = [(request, self._expect(request)) for replica in replicas for request in sorted(replica.owned)]
-        firsts = [self._expect(group[0]) for group in groups]
-        known = [length for length in [*firsts, *(length for _, length in owned)] if length is not None]
+        of_groups = [self._expect(group[0]) for group in groups]
+        of_owned = {request: self._expect(request) for replica in replicas for request in sorted(replica.owned)}
+        known = [length for length in [*of_groups, *of_owned.values()] if length is not None]
         mean = sum(known) / len(known) if known else 1.0
         left = {
-            request: max(0.0, (mean if length is None else length) - self._requests.open[request].drawn)
-            for request, length in owned
+            request: max(0.0, (mean if length is None else length) - self._requests.open[request].num_tokens)
+            for request, length in of_owned.items()
         }
         loads = [sum(left[request] for request in sorted(replica.owned)) for replica in replicas]
-        expected = [mean if length is None else length for length in firsts]
+        expected = [mean if length is None else length for length in of_groups]
         parts = by_expected_length(groups, expected, loads, [self._room(replica) for replica in replicas])
         for replica, part in zip(replicas, parts, strict=True):
             replica.owned.update(part)
@@ -428,7 +437,7 @@ class Scheduler:
             replica.renewed.discard(request)
 
     def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
-        """The last unfinished request of `next_batch` if `replica` has it and its group may not be late, else None."""
+        """Return the last unfinished request of `next_batch` if the replica runs it; None: the policy is to wait."""
         is_last = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
         if self.rules.straggler_policy == "wait" or not is_last or self.is_complete(next_batch):
             return None
@@ -446,20 +455,21 @@ class Scheduler:
             self.counts["resampled"] += 1
             self._forget(request, "resample")
             replica.renewed.add(request)
-        elif known.drawn:
+        elif known.num_tokens:
             self.counts["truncated"] += 1
             self._decisions.append(RequestDecision("truncate", request, known.attempt))
             self._finish(replica, request)
 
     def _forget(self, request: int, kind: Kind) -> None:
+        """Let an open request begin anew, without its tokens."""
         known = self._requests.open[request]
-        self.counts["forgotten_tokens"] += known.drawn
-        known.drawn = known.late = 0
+        self.counts["forgotten_tokens"] += known.num_tokens
+        known.num_tokens = known.late = 0
         self._decisions.append(RequestDecision(kind, request, known.attempt))
 
     def _give_back(self, request: int) -> None:
-        """Take an open request from its dead replica."""
-        if not self.rules.partial and self._requests.open[request].drawn:
+        """Let an open request wait for another replica; without `partial` its tokens are lost."""
+        if not self.rules.partial and self._requests.open[request].num_tokens:
             self._forget(request, "forget")
         self._requests.give_back(request)
 
@@ -484,7 +494,7 @@ class Scheduler:
                 self._give_back(request)
             return
         known = self._requests.open[request]
-        if not self.rules.partial and known.drawn and known.version != replica.held:
+        if not self.rules.partial and known.num_tokens and known.version != replica.held:
             self.away.discard(request)
             self._forget(request, "forget")
         replica.owned.add(request)
