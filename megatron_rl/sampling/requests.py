@@ -14,8 +14,8 @@ from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
 
 @dataclass
 class Request:
-    """An open request. num_tokens: of its response so far. attempt: number of times that it began anew. version: that
-    of its last token. late: number of slices in which the trainer waited for it alone.
+    """An open request. num_tokens: of its response so far. attempt: number of times that it was started again. version:
+    that of its last token. late: number of slices in which the trainer waited for it alone.
     """
 
     num_tokens: int = 0

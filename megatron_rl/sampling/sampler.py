@@ -139,7 +139,7 @@ class Schedule:
 
 
 class Sampler:
-    """Base of samplers: begins batches as far ahead of training as the settings allow.
+    """Base of samplers: begins batches as early as the settings allow.
 
     Subclasses define `next`, `load_weights`, `answer` and `saving`. answers: the batches that are begun, with their
     responses. queue: their requests. needs_greedy: an estimator compares with greedy responses. Raises as

@@ -461,7 +461,7 @@ class Scheduler:
             self._finish(replica, request)
 
     def _forget(self, request: int, kind: Kind) -> None:
-        """Let an open request begin anew, without its tokens."""
+        """Let an open request begin again, without its tokens."""
         known = self._requests.open[request]
         self.counts["forgotten_tokens"] += known.num_tokens
         known.num_tokens = known.late = 0
