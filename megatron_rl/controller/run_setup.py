@@ -20,16 +20,18 @@ from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, RoleSpec, el
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.config.urls import without_secrets
-from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
 from megatron_rl.node_check.cluster_check import NodeCheck
+from megatron_rl.node_check.node_report import ACROSS, INSIDE, PAIR
+from megatron_rl.node_check.node_rules import NodeRules
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.summary import PLAN_FILE, finite_or_null, layout_table
 from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import planned_hardware
+from megatron_rl.planning.memory import planned_memory
 from megatron_rl.planning.planned_steps import stall_timeout_s
 from megatron_rl.planning.run_plan import plan_of
 from megatron_rl.roles.environment import handed_on, worker_environment
@@ -42,6 +44,10 @@ from megatron_rl.roles.scoring_roles import Reference
 from megatron_rl.roles.transfer_address import TransferSettings
 
 Kind = TypeVar("Kind")
+
+FLOOR_SHARE = 0.1
+"""Share of the planned bandwidth that must be there where no floor is set. NCCL over sockets and GPUs without NVLink
+reach less, and a network of a quarter of the data sheet's more."""
 
 
 def take_folder(
@@ -267,9 +273,43 @@ def make_launcher(config: RunConfig, placement: Placement, options: PoolOptions,
     return RayLauncher(placement.world_size + further, device, modules, options.env)
 
 
+def checks_nodes(config: RunConfig) -> bool:
+    """Whether a run checks its nodes before it builds roles: as `trainer.cluster_check` says."""
+    trainer = config.trainer
+    several = any(pool.size.num_nodes > 1 for pool in Placement.of(config).pools.values())
+    return trainer.device == "cuda" and several if trainer.cluster_check is None else trainer.cluster_check
+
+
+def node_rules(config: RunConfig) -> NodeRules:
+    """Return what a run demands of its nodes. The configuration must have passed preflight. Raises ConfigError as
+    `planned_hardware`.
+    """
+    trainer, hardware = config.trainer, planned_hardware(config)
+    on_gpus = trainer.device == "cuda"
+    per_node = {pool.size.num_ranks_per_node for pool in Placement.of(config).pools.values()}
+    planned = {
+        INSIDE: (trainer.min_link_bandwidth_gbs, hardware.link_bandwidth),
+        ACROSS: (trainer.min_node_bandwidth_gbs, hardware.network_bandwidth * min(per_node)),
+    }
+    floors = {
+        kind: FLOOR_SHARE * rate / 1e9 if given is None else given
+        for kind, (given, rate) in planned.items()
+        if on_gpus or given is not None
+    }
+    if ACROSS in floors:
+        floors[PAIR] = floors[ACROSS]
+    if not on_gpus:
+        return NodeRules(on_gpus, floors)
+    needed = {
+        pool: int(max(sum(held.values()) for held in phases.values()) + hardware.context_bytes)
+        for pool, phases in planned_memory(config).items()
+    }
+    return NodeRules(on_gpus, floors, needed)
+
+
 def node_check(config: RunConfig, options: PoolOptions, say: Callable[[str], None]) -> NodeCheck:
     """Return the check of a run's nodes. options: those of its ranks. say: takes a line for people."""
-    return NodeCheck(rules_of(config), config.trainer.device, options, say)
+    return NodeCheck(node_rules(config), config.trainer.device, options, say)
 
 
 def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:

@@ -163,3 +163,14 @@ def gspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     ratio = limited_exp(whole + log_probs - log_probs.detach())
     loss, clipped = _clipped(ratio, tokens.advantages, config.clip_ratio_low, config.clip_ratio_high)
     return PolicyTerms(loss, clipped, tokens.zeros, tokens.k1)
+
+
+def sequence_mask(tokens: PolicyTokens, threshold: float) -> Tensor:
+    """[N]: 0 where A < 0 and the response's mean of log(p_old / p) is above `threshold`, else 1; without a gradient.
+
+    A response that the policy has left already is not pushed away further. The mean is over tokens that count.
+    DeepSeek-AI, arXiv:2512.02556, eq. 9. Their p_old is the rollout's: here it is with `bypass_mode`, else the
+    trainer's, and `rollout_rs` looks at the difference between the two. What is masked stays in the denominators.
+    """
+    distance = spread(mean_counted(tokens.k1, tokens.counts, tokens.lengths), tokens.lengths, len(tokens.counts))
+    return 1.0 - ((tokens.advantages < 0) & (distance > threshold)).to(tokens.advantages.dtype)

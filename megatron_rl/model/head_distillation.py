@@ -98,7 +98,7 @@ class HeadLogProbsAt(torch.autograd.Function):
 
 
 class Divergence(Protocol):
-    """How far two distributions are from each other, from rows of one rank; see `losses.divergences`."""
+    """How far two distributions are from each other, from rows of one rank; see `losses.distillation`."""
 
     def sums(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs [n, v] of this head and of the other -> (this rank's part of the divergence [n], what `gradient`

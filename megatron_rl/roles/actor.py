@@ -22,9 +22,8 @@ from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.kl import importance_weighted
 from megatron_rl.losses.metrics import MetricParts
-from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss, sequence_mask
 from megatron_rl.losses.rollout_correction import current_correction
-from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 from megatron_rl.roles.policy_followers import FollowedPolicy, SendingEnd
 from megatron_rl.roles.rank import Rank

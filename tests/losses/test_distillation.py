@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config.declarations import DISTILLATION_LOSSES
 from megatron_rl.config.distillation_keys import DistillationLossConfig
-from megatron_rl.losses.divergences import GeneralisedJSD, MixedKL
+from megatron_rl.losses.distillation import GeneralisedJSD, MixedKL
 
 LOG2 = math.log(2.0)
 STUDENT, TEACHER = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.25, 0.5, 0.25]]).log()

@@ -18,8 +18,7 @@ from megatron_rl.config.declarations import POLICY_LOSSES
 from megatron_rl.config.schema import LOSS_AGG_MODES, ActorConfig, PolicyLossConfig
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.covariance import covariances
-from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
-from megatron_rl.losses.sequence_mask import sequence_mask
+from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss, sequence_mask
 
 
 def actor(loss_mode: str, **keys: float) -> ActorConfig:

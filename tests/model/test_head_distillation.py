@@ -7,7 +7,7 @@ import torch
 from dense_log_probs import random_case
 from storage_meter import StorageMeter
 
-from megatron_rl.losses.divergences import GeneralisedJSD, MixedKL
+from megatron_rl.losses.distillation import GeneralisedJSD, MixedKL
 from megatron_rl.model import chunks as chunk_sizes
 from megatron_rl.model.head_distillation import OtherHead, head_divergence, head_log_probs_at, head_top_k
 from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs

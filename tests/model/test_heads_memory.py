@@ -6,7 +6,7 @@ import pytest
 import torch
 from storage_meter import StorageMeter
 
-from megatron_rl.losses.divergences import GeneralisedJSD, MixedKL
+from megatron_rl.losses.distillation import GeneralisedJSD, MixedKL
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.head_distillation import OtherHead, head_divergence, head_log_probs_at
 from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs

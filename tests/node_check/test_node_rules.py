@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.config.load import load_config
-from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
+from megatron_rl.controller.run_setup import checks_nodes, node_rules
 from megatron_rl.node_check.node_report import (
     ACROSS,
     INSIDE,
@@ -170,25 +170,25 @@ def test_which_runs_check_their_nodes(file, overrides, checks):
     assert checks_nodes(load_config(file, list(overrides))) == checks
 
 
-def test_rules_of_a_large_run(monkeypatch):
+def test_node_rules_a_large_run(monkeypatch):
     """A tenth of 450 GB/s of a link, and of 50 GB/s for each of 8 GPUs; the plan's 66 GB, and 7 GB of
     CUDA's context, NCCL over nodes and captured graphs.
 
     Would not catch that a plan is wrong.
     """
-    from megatron_rl.controller import checked_nodes
+    from megatron_rl.controller import run_setup
 
     planned = {"global_pool": {"init": {"x": 41 * GB}, "update": {"x": 60 * GB, "y": 6 * GB}}}
-    monkeypatch.setattr(checked_nodes, "planned_memory", lambda config: planned)
-    rules = rules_of(load_config(LARGE, []))
+    monkeypatch.setattr(run_setup, "planned_memory", lambda config: planned)
+    rules = node_rules(load_config(LARGE, []))
     assert rules.on_gpus and rules.floors == pytest.approx({INSIDE: 45.0, ACROSS: 40.0, PAIR: 40.0})
     assert rules.least_free_bytes == {"global_pool": 73 * GB}
-    given = rules_of(load_config(LARGE, ["trainer.min_node_bandwidth_gbs=5"]))
+    given = node_rules(load_config(LARGE, ["trainer.min_node_bandwidth_gbs=5"]))
     assert given.floors == pytest.approx({INSIDE: 45.0, ACROSS: 5.0, PAIR: 5.0})
 
 
-def test_rules_of_a_run_on_cpus():
+def test_node_rules_a_run_on_cpus():
     """No floor but one that is given."""
-    assert rules_of(load_config(DEMO, [])) == NodeRules(False)
-    given = rules_of(load_config(DEMO, ["trainer.min_link_bandwidth_gbs=0.5"]))
+    assert node_rules(load_config(DEMO, [])) == NodeRules(False)
+    given = node_rules(load_config(DEMO, ["trainer.min_link_bandwidth_gbs=0.5"]))
     assert given == NodeRules(False, {INSIDE: 0.5})
