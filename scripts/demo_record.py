@@ -31,8 +31,7 @@ SIGNIFICANT = 6
 
 def panel_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics of a step that its picture shows, and the step's number and seconds."""
-    from megatron_rl.observe.panels import LINE_PANELS
-    from megatron_rl.observe.phases import STACKED
+    from megatron_rl.observe.picture_style import LINE_PANELS, STACKED
 
     lines = {name for _, names, _ in LINE_PANELS for name in names}
     shown = {"step", ACCURACY, "timing_s/step", "timing_s/testing"} | lines | {f"timing_s/{name}" for name in STACKED}

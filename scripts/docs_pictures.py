@@ -1,4 +1,4 @@
-"""Draw the pictures of the docs, all in the colours of megatron_rl/observe/phases.py.
+"""Draw the pictures of the docs, all in the colours of megatron_rl/observe/picture_style.py.
 
     python scripts/docs_pictures.py [NAME ...]              draw all, or these of docs/pictures
     python scripts/docs_pictures.py --record NAME RUN ...   record runs, in docs/pictures/data

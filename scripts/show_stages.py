@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.observe.colors import FAINT, INK, LABEL
-from megatron_rl.observe.curves import COLORS, TITLE
+from megatron_rl.observe.picture_style import LABEL
+from megatron_rl.observe.pictures import COLORS, TITLE, dress, new_figure
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.trials.trial import read_metrics
 
@@ -88,8 +87,7 @@ def table(summaries: dict[str, dict], points: list[Point]) -> Table:
 
 def draw(metrics: dict[int, dict[str, float]], points: list[Point]) -> Figure:
     """Accuracy, score and KL over PPO's steps, one panel each."""
-    figure = Figure(figsize=(12, 3.1), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 3.1)
     by_rule, by_model, drift = figure.subplots(1, 3)
     steps = [point.step for point in points]
     dots = {"marker": "o", "markersize": 4.5, "linewidth": 2}
@@ -105,10 +103,7 @@ def draw(metrics: dict[int, dict[str, float]], points: list[Point]) -> Figure:
     for axes in (by_rule, by_model, drift):
         axes.set_xlabel("PPO step (0: the SFT model)", color=LABEL, fontsize=8.5)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
-        axes.grid(axis="y", color=FAINT, alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(FAINT)
-        axes.tick_params(colors=INK, labelsize=8.5)
+        dress(axes)
     return figure
 
 

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
-from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say, write_output
 from megatron_rl.cluster.loading import without_collections
@@ -218,8 +217,7 @@ def map_command(
         named = hardware or run_config.trainer.hardware_file or default_hardware(run_config.trainer.device)
         write_points(request, best, sampled(request, sample), named, points)
     if picture is not None:
-        with writing():
-            draw_placements(mapped, picture)
+        write_output(picture, draw_placements(mapped, picture.suffix))
     command = command_of(request, best, out)
     if as_json:
         written = {"command": shlex.join([NAME, *command]), "explained": explained(others)}

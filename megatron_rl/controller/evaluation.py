@@ -130,7 +130,7 @@ def write_table(
     logger.console.print(plain_table("Evaluation", headings, table_lines(table)), markup=False)
     written = [ANSWERS_FILE, TABLE_FILE]
     if any("pass@1" in values for values in table.values()):
-        from megatron_rl.observe.evaluation_picture import plot_evaluation  # matplotlib is not for the start
+        from megatron_rl.observe.pictures import plot_evaluation  # matplotlib is not for the start
 
         plot_evaluation(table, folder / PICTURE_FILE)
         written.append(PICTURE_FILE)

@@ -156,7 +156,7 @@ def draw_steps(logger: RunLogger) -> None:
     """
     if logger.folder.keeps(TIMELINE_FILE):
         return
-    from megatron_rl.observe.timeline import plot_timeline
+    from megatron_rl.observe.pictures import plot_timeline
 
     calls, folder = logger.clock.recent, logger.folder.path
     try:

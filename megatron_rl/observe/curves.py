@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -12,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.observe.colors import FAINT, INK, LABEL
-from megatron_rl.observe.panels import LINE_PANELS
-from megatron_rl.observe.phases import STACKED, phase_color
+from megatron_rl.observe.picture_style import INK, LABEL, LINE_PANELS, STACKED, phase_color
+from megatron_rl.observe.pictures import COLORS, SMALL, TITLE, dress, new_figure, save_figure
 
 Series = dict[str, tuple[list[int], list[float]]]
 
@@ -29,8 +25,6 @@ PANEL = (5.0, 3.1)
 LEFT, RIGHT, BOTTOM, TOP = 0.7, 0.2, 0.55, 0.4
 LEGEND = 1.4
 """Inches: width and height of a panel, the margins of its axes, and the width of a legend at their right."""
-TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
-COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
 ROUNDING = 1e-6
 """Lines whose values are all smaller show rounding alone: on a linear scale they are not drawn."""
 MAY_BE_ZERO = "critic/score/mean"
@@ -44,15 +38,7 @@ def plot_curves(metrics_jsonl: Path, output_png: Path) -> None:
 
     Raises ConfigError if no panel has data.
     """
-    output_png.parent.mkdir(parents=True, exist_ok=True)
     save_figure(draw_curves(metrics_jsonl), output_png)
-
-
-def save_figure(figure: Figure, output_png: Path, dpi: float | str = "figure") -> None:
-    """Write a PNG in place of an earlier one. Raises OSError."""
-    content = io.BytesIO()
-    figure.savefig(content, dpi=dpi, format="png")
-    replace_file(output_png, content.getvalue())
 
 
 def draw_curves(metrics_jsonl: Path) -> Figure:
@@ -65,14 +51,13 @@ def draw_curves(metrics_jsonl: Path) -> Figure:
         )
     num_columns = min(COLUMNS, len(panels))
     num_rows = math.ceil(len(panels) / num_columns)
-    figure = Figure(figsize=(PANEL[0] * num_columns, PANEL[1] * num_rows), dpi=130)
-    FigureCanvasAgg(figure)
+    figure = new_figure(PANEL[0] * num_columns, PANEL[1] * num_rows, layout=None)
     for number, draw in enumerate(panels):
         row, column = divmod(number, num_columns)
         num_cells = num_columns - column if number == len(panels) - 1 else 1
         axes = figure.add_axes(_place(figure, row, column, num_cells))
         draw(axes)
-        _dress(axes)
+        _finish(axes)
         if _has_long_legend(axes):
             axes.set_position(_place(figure, row, column, num_cells, LEGEND))
     return figure
@@ -212,22 +197,18 @@ def _draw_loads(axes: Axes, series: Series, layers: Sequence[int]) -> None:
     axes.set_title("Load of experts by layer: busiest over mean", **TITLE)
 
 
-def _dress(axes: Axes) -> None:
-    """Set what all panels share: labels, grid, spines, legend."""
+def _finish(axes: Axes) -> None:
+    """Set what all panels share: labels, frame, legend."""
     axes.set_xlabel("step", color=LABEL)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
-    axes.grid(axis="y", color=FAINT, alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=8.5)
+    dress(axes)
     handles, labels = axes.get_legend_handles_labels()
     if _has_long_legend(axes):
         axes.legend(
-            handles[::-1], labels[::-1], frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.0)
+            handles[::-1], labels[::-1], frameon=False, fontsize=SMALL, loc="upper left", bbox_to_anchor=(1.0, 1.0)
         )
     elif labels:
-        axes.legend(frameon=False, fontsize=8.5)
+        axes.legend(frameon=False, fontsize=SMALL)
 
 
 def _has_long_legend(axes: Axes) -> bool:

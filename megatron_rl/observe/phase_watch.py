@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from megatron_rl.observe.phases import phase_name
+from megatron_rl.observe.picture_style import phase_name
 from megatron_rl.observe.step_line import brief
 from megatron_rl.observe.terminal import Announcer, Terminal
 

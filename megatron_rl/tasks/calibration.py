@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from megatron_rl.losses.rankings import pairs_of
 from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.observe.curves import save_figure
+from megatron_rl.observe.picture_style import FAINT, LABEL
+from megatron_rl.observe.pictures import COLORS, TITLE, dress, new_figure, save_figure
 from megatron_rl.records import Batch, num_answers
 from megatron_rl.tasks.task_run import TaskRun
 
@@ -74,14 +73,14 @@ def draw_calibration(run: TaskRun, batch: Batch, scores: Batch) -> None:
 
 def plot(bins: Sequence[Bin], file: Path) -> None:
     """Plot probability against share for each bin, with the line on which they are equal."""
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot([0.5, 1], [0.5, 1], color="#9aa5b1", linewidth=1)
+    figure = new_figure(5, 4)
+    axes = figure.subplots()
+    axes.plot([0.5, 1], [0.5, 1], color=FAINT, linewidth=1)
     most = max(each.pairs for each in bins)
     sizes = [20 + 180 * each.pairs / most for each in bins]
-    axes.scatter([each.mean for each in bins], [each.right for each in bins], s=sizes, color="#0b7a75")
-    axes.set_xlabel("probability of the likelier order, by the model")
-    axes.set_ylabel("share of pairs in that order")
-    axes.set_title(f"Held-out pairs, error {expected_error(bins):.3f}", loc="left", fontsize=10.5)
-    save_figure(figure, file, dpi=130)
+    axes.scatter([each.mean for each in bins], [each.right for each in bins], s=sizes, color=COLORS[0])
+    axes.set_xlabel("probability of the likelier order, by the model", color=LABEL)
+    axes.set_ylabel("share of pairs in that order", color=LABEL)
+    axes.set_title(f"Held-out pairs, error {expected_error(bins):.3f}", **TITLE)
+    dress(axes)
+    save_figure(figure, file)

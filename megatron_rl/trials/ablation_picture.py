@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.observe.colors import FAINT, INK, LABEL
-from megatron_rl.observe.curves import TITLE
-from megatron_rl.observe.phases import phase_color
+from megatron_rl.observe.picture_style import INK, LABEL, phase_color
+from megatron_rl.observe.pictures import SMALL, TITLE, dress, new_figure, save_figure
 from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit
 from megatron_rl.trials.trial_outcome import FAILED
 
@@ -27,18 +23,15 @@ FAILURE = "#b3243f"
 PLAIN_COLOR, BASELINE_COLOR = "#9fb0bf", "#4d6173"
 WIDTHS = (3.6, 1.5, 1.9, 1.5)
 ROOM = (0.12, 0.22, 0.65, 0.22)
+"""Space for labels at the right of each panel, as a share of its longest bar."""
 BAR = 0.68
-SMALL = 8.5
 
 
 def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: Path) -> bool:
     """Write the picture. Returns False, and writes nothing, if no point has finished."""
     if not by_step_time(rows):
         return False
-    output_png.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    ablation_figure(rows, baseline).savefig(drawn, format="png")
-    replace_file(output_png, drawn.getvalue())
+    save_figure(ablation_figure(rows, baseline), output_png)
     return True
 
 
@@ -48,8 +41,7 @@ def ablation_figure(rows: Sequence[ResultRow], baseline: str | None) -> Figure:
     failed = [row for row in rows if row.outcome in FAILED]
     shown = [*finished, *failed]
     layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
-    figure = Figure(figsize=(14.0, 1.9 + 0.42 * len(shown)), dpi=130, layout=layout)
-    FigureCanvasAgg(figure)
+    figure = new_figure(14.0, 1.9 + 0.42 * len(shown), layout)
     panels = figure.subplots(1, 4, sharey=True, width_ratios=WIDTHS)
     results = [row.result for row in finished if row.result is not None]
     _draw_phases(panels[0], results)
@@ -71,7 +63,9 @@ def ablation_figure(rows: Sequence[ResultRow], baseline: str | None) -> Figure:
         panels[0].axvline(base.step_s[0], label="baseline's step", **line)
     _name_lines(panels[0], shown, baseline)
     for axes, room in zip(panels, ROOM, strict=True):
-        _dress(axes, room)
+        dress(axes, "x")
+        axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * (1 + room))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
     figure.legend(ncols=7, frameon=False, fontsize=SMALL, loc="outside lower center")
     return figure
 
@@ -124,14 +118,3 @@ def _name_lines(axes: Axes, rows: Sequence[ResultRow], baseline: str | None) -> 
 
 def _label(row: ResultRow, baseline: str | None) -> str:
     return f"baseline  {row.planned.label}" if row.name == baseline else row.planned.label
-
-
-def _dress(axes: Axes, room: float) -> None:
-    """Style a panel. room: space for labels, as a share of the longest bar."""
-    axes.grid(axis="x", color=FAINT, alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=SMALL, length=0)
-    axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * (1 + room))
-    axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -1,5 +1,5 @@
 "use strict";
-// Colours that can be seen, by the contrast of WCAG 2.2, as megatron_rl/observe/colors.py has it.
+// Colours that can be seen, by the contrast of WCAG 2.2, as megatron_rl/observe/picture_style.py has it.
 
 const READABLE = 4.5;
 

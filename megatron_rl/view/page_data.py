@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.panels import LINE_PANELS
-from megatron_rl.observe.phases import STACKED, phase_color
+from megatron_rl.observe.picture_style import LINE_PANELS, STACKED, phase_color
 from megatron_rl.observe.sample_files import RecordedStep, read_step
 from megatron_rl.plain_values import plain_text
 from megatron_rl.view.run_files import TRAINING, RunRecord, at, finite, json_lines

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pictures import records
 
-from megatron_rl.observe.colors import FAINT, INK, LABEL
-from megatron_rl.observe.curves import COLORS, TITLE, draw_curves
+from megatron_rl.observe.curves import draw_curves
 from megatron_rl.observe.phase_clock import PhaseRun
-from megatron_rl.observe.timeline import draw_timeline
+from megatron_rl.observe.picture_style import INK, LABEL
+from megatron_rl.observe.pictures import COLORS, TITLE, draw_timeline, dress
 from megatron_rl.planning.layout_search.map_picture import DrawnLayout, draw_layouts
 from megatron_rl.trials.ablation_picture import ablation_figure
 from megatron_rl.trials.result import PHASES, REST, Result
@@ -131,10 +131,8 @@ def distillation() -> Figure:
 
 def _dress(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
-    axes.grid(axis="y", color=FAINT, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=8.5, length=0)
+    dress(axes)
+    axes.tick_params(length=0)
 
 
 def ablation() -> Figure:

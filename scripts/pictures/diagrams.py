@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from megatron_rl.observe.colors import FAINT, INK, LABEL, WHITE, text_color
-from megatron_rl.observe.phases import phase_color
+from megatron_rl.observe.picture_style import FAINT, INK, LABEL, WHITE, phase_color, text_color
 
 SHARDS = ("#0b7a75", "#edae49", "#30638e", "#c97b63")
 """Colours of the four shards of a model, TP first: (pipeline stage 0, TP 0), (0, 1), (1, 0), (1, 1)."""

@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from pictures.diagrams import arrow, box, canvas, write
 
-from megatron_rl.observe.colors import FAINT, LABEL, WHITE, text_color
-from megatron_rl.observe.phases import phase_color
+from megatron_rl.observe.picture_style import FAINT, LABEL, WHITE, phase_color, text_color
 
 PANE = "#fafbfc"
 POOLS = (

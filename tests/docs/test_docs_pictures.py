@@ -16,8 +16,18 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 from pictures import charts, diagrams, records, run_diagrams
 
-from megatron_rl.observe.colors import INK, LABEL, READABLE, WHITE, contrast, text_color
-from megatron_rl.observe.phases import FURTHER, OCCASIONAL, STACKED, phase_color
+from megatron_rl.observe.picture_style import (
+    FURTHER,
+    INK,
+    LABEL,
+    OCCASIONAL,
+    READABLE,
+    STACKED,
+    WHITE,
+    contrast,
+    phase_color,
+    text_color,
+)
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.trials.ablation_picture import SHOWN_AS
 from megatron_rl.trials.result import PHASES

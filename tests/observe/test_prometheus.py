@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe import prometheus
-from megatron_rl.observe.phases import STACKED
+from megatron_rl.observe.picture_style import STACKED
 from megatron_rl.observe.prometheus import PHASES, PrometheusExporter
 from megatron_rl.observe.services import Services
 from megatron_rl.observe.step_line import FIELDS

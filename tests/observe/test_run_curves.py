@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.curves import draw_curves, plot_curves
 from megatron_rl.observe.phase_clock import PhaseRun
-from megatron_rl.observe.phases import STACKED
-from megatron_rl.observe.timeline import draw_timeline
+from megatron_rl.observe.picture_style import STACKED
+from megatron_rl.observe.pictures import draw_timeline
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from importlib.resources import files
 
 import pytest
 
-from megatron_rl.observe.colors import READABLE, contrast, text_color
-from megatron_rl.observe.phases import FURTHER, OCCASIONAL, STACKED
+from megatron_rl.observe.picture_style import FURTHER, OCCASIONAL, READABLE, STACKED, contrast, text_color
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="there is no node: apt-get install nodejs")

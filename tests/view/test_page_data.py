@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.phases import phase_color
+from megatron_rl.observe.picture_style import phase_color
 from megatron_rl.observe.sample_files import write_step
 from megatron_rl.view.page import as_script, escaped, page
 from megatron_rl.view.page_data import differences, level, page_data, page_samples, plan_rows
