@@ -26,11 +26,8 @@ class EnvironmentSource:
     """Makes the host of environments in each process that keeps some. It is pickled. noun: what the user's code is."""
 
     noun = "the environment"
-
-    @property
-    def timeout_key(self) -> str:
-        """The key of the time limit."""
-        return "multi_turn.tool_timeout_s"
+    timeout_key = "multi_turn.tool_timeout_s"
+    unusable = "no_answer"
 
     def load(self) -> Callable[[TurnJob | Forget], Any]:
         """Return what plays jobs. Raises ConfigError where the user's code cannot be loaded."""
@@ -51,10 +48,6 @@ class EnvironmentSource:
     def failed(self, kind: str, reason: str) -> EpisodeFailure:
         """Return the reply of an episode whose process has failed."""
         return EpisodeFailure(kind, reason)
-
-    def too_long(self, reason: str) -> EpisodeFailure:
-        """Return the reply in place of one that is too long."""
-        return EpisodeFailure("no_answer", reason)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ async def python(code: str) -> str:
             [sys.executable, "-I", "-u", "-"],
             VARIABLES,
             folder,
+            folder=folder,
             kept=slice(MOST_OUTPUT + 1),
             content=code.encode(),  # an argument may have 128 KiB, and is seen by other users
             has_totals=True,

@@ -110,7 +110,8 @@ def leaving_none_running() -> Iterator[list[psutil.Process]]:
     that left, in whatever session. Yields a list that holds then what the kernel has not ended.
 
     Killing a process group is not enough: Ray's workers and those of the user's code leave it. So this process adopts
-    the orphans below it meanwhile, and all that it has not had before are of the block. Signals wait for the end.
+    the orphans below it meanwhile, and all that it has not had before are of the block:
+    no other thread may start a process in it. Signals wait for its end.
     """
     before, left = descendants(), list[psutil.Process]()
     with adopting_orphans():

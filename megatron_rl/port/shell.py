@@ -2,22 +2,32 @@
 
 The shell itself is real, so variables, arithmetic and conditions are those of a launch. Stubs are functions of the
 shell, and files for programs that start others; they record how they were called. They protect nothing: the kernel
-keeps what a script calls by its path, or does by itself, within a scratch folder (`confine.py`).
+keeps what a script calls by its path, or does by itself, within a scratch folder (`user_code.sandbox`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_rl.cluster.programs import Program
+from megatron_rl.cluster.stale_processes import leaving_none_running
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.running import read_record, run_script
-from megatron_rl.user_code.confined_program import scratch_folder
+from megatron_rl.user_code import sandbox
+from megatron_rl.user_code.confined_program import ConfinedProgram, scratch_folder
 
 TIME_LIMIT_S = 20.0
+POLL_S = 0.2
+MOST_PROCESSES, MOST_FILES, MOST_BYTES = sandbox.TOTALS[:3]
+"""Most processes of a script's group, and most files and bytes of its folder, at once."""
+MOST_READ_BYTES = 1 << 20
+"""Bytes of stderr that are kept, from the end."""
 NUM_GPUS = 8
 """GPUs that `nvidia-smi` lists."""
 
@@ -115,15 +125,73 @@ def _run(
         own["LANGUAGE"] = "C"  # for the shell's messages, which are read below
         here = {} if is_trusted else {"TMPDIR": str(temporary)}  # where shells put what is between EOF and EOF
         given = {**environment, **here, **marked, **own}
-        stderr = run_script(script, arguments, given, work, TIME_LIMIT_S, is_trusted)
+        stderr = _run_script(script, arguments, given, work, is_trusted)
         places = {str(work): str(Path.cwd()), str(temporary): environment.get("TMPDIR", "/tmp")}
-        recorded = read_record(record)
+        recorded = _read_record(record)
         if len(recorded) > MOST_RECORDED_BYTES:
             raise ConfigError(
                 f"{script} calls programs with more than {MOST_RECORDED_BYTES >> 20} MiB of arguments in all; "
                 "give the trainer's arguments themselves: megatron-rl port -- KEY=VALUE ..."
             )
         return ShellRun(list(_launches(recorded, places, given)), stderr)
+
+
+def _run_script(
+    script: Path, arguments: Sequence[str], variables: Mapping[str, str], work: Path, is_trusted: bool
+) -> str:
+    """Run a script and return the end of its stderr. work: its current folder; it can write to the parent of it alone.
+
+    All that it has started has ended when this returns. Raises ConfigError where the kernel does not sandbox it, and at
+    the limits.
+    """
+    command, kept = ["/bin/bash", str(script.resolve()), *arguments], slice(-MOST_READ_BYTES, None)
+    with leaving_none_running():
+        if is_trusted:
+            shell = Program(command, variables, kept=kept, folder=work, errors_alone=True)
+        else:
+            shell = ConfinedProgram(command, variables, work.parent, kept=kept, folder=work, errors_alone=True)
+        try:
+            _wait(script, shell, work.parent)
+        finally:
+            shell.close()
+    if isinstance(shell, ConfinedProgram):
+        _refuse_unconfined(script, shell.status)
+    return shell.output.decode(errors="replace")
+
+
+def _read_record(file: Path) -> bytes:
+    """Read what the stubs wrote; empty where the script left no regular file."""
+    try:
+        opened = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        is_file = stat.S_ISREG(os.fstat(opened).st_mode)
+        return os.read(opened, sandbox.MOST_FILE_BYTES) if is_file else b""
+    finally:
+        os.close(opened)
+
+
+def _refuse_unconfined(script: Path, status: bytes) -> None:
+    if status == sandbox.READY:
+        return
+    reason = status.removeprefix(sandbox.READY).decode(errors="replace") or "what confines it cannot be started"
+    raise ConfigError(
+        f"{script} is not run: {reason}, and nothing else keeps it from your files and processes; where you trust it: "
+        f"megatron-rl port --trust-script {script}; or give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
+    )
+
+
+def _wait(script: Path, shell: Program, folder: Path) -> None:
+    """Wait for the shell. Raises ConfigError where it passes a limit."""
+    limit = time.monotonic() + TIME_LIMIT_S
+    most = sandbox.TOTALS._replace(processes=MOST_PROCESSES, files=MOST_FILES, written=MOST_BYTES)
+    while not shell.ended_within(POLL_S):
+        rule = sandbox.passed_limit(str(folder), shell.pid, most)
+        if rule is None and time.monotonic() > limit:
+            rule = f"did not end within {TIME_LIMIT_S:g} s, although no program that it starts does anything"
+        if rule is not None:
+            raise ConfigError(f"{script} {rule}; give its arguments themselves: megatron-rl port -- KEY=VALUE ...")
 
 
 def _launches(recorded: bytes, places: Mapping[str, str], given: Mapping[str, str]) -> Iterator[Launch]:

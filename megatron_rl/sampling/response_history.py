@@ -1,4 +1,4 @@
-"""Responses of earlier steps, by prompt: speculative decoding drafts from their tokens, and their lengths tell which
+"""Responses of earlier steps, by prompt: speculative decoding takes draft tokens from them; their lengths tell which
 requests will take long and should start first.
 """
 

@@ -42,15 +42,9 @@ class RewardSource:
     kwargs: dict[str, Any] = field(default_factory=dict)
     prints_file: str | None = None
 
-    @property
-    def noun(self) -> str:
-        """What the user's code is."""
-        return "the reward function"
-
-    @property
-    def timeout_key(self) -> str:
-        """The key of the time limit."""
-        return "reward_model.timeout_s"
+    noun = "the reward function"
+    timeout_key = "reward_model.timeout_s"
+    unusable = "no_score"
 
     def load(self, passing: tuple[type[BaseException], ...] = ()) -> Callable[[Sample], Outcome | Awaitable[Outcome]]:
         """Return what scores a sample, later where the function is `async`. passing: as in `score_sample`. Raises
@@ -79,10 +73,6 @@ class RewardSource:
     def failed(self, kind: str, reason: str) -> Outcome:
         """Return the outcome of a sample whose process has failed."""
         return failed(kind, reason)
-
-    def too_long(self, reason: str) -> Outcome:
-        """Return the outcome in place of one that is too long."""
-        return failed("no_score", reason)
 
     def check(self, data_sources: Iterable[str]) -> None:
         """Load the function once, and see that a built-in one knows all `data_sources`; raises ConfigError."""

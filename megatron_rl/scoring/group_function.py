@@ -56,15 +56,7 @@ class GroupRewardSource:
 
     source: RewardSource
 
-    @property
-    def noun(self) -> str:
-        """What the user's code is."""
-        return self.source.noun
-
-    @property
-    def timeout_key(self) -> str:
-        """The key of the time limit, which is that of a call."""
-        return self.source.timeout_key
+    noun, timeout_key, unusable = RewardSource.noun, RewardSource.timeout_key, RewardSource.unusable
 
     def load(
         self, passing: tuple[type[BaseException], ...] = ()
@@ -86,10 +78,6 @@ class GroupRewardSource:
     def failed(self, kind: str, reason: str) -> list[Outcome]:
         """Return the outcomes of a group whose process has failed."""
         return [failed(kind, reason)]
-
-    def too_long(self, reason: str) -> list[Outcome]:
-        """Return the outcomes in place of those that are too long."""
-        return [failed("no_score", reason)]
 
     def check(self, data_sources: Iterable[str]) -> None:
         """Load the function once; raises ConfigError."""

@@ -50,6 +50,7 @@ class VerdictSource:
 
     noun = "the group filter"
     timeout_key = "reward_model.timeout_s"
+    unusable = "no_verdict"
 
     def load(self, passing: tuple[type[BaseException], ...] = ()) -> Callable[[list[Row]], GroupVerdict]:
         """Return the function as one that never raises, but for `passing`. Raises ConfigError as `load_function`."""
@@ -69,7 +70,7 @@ class VerdictSource:
     def _verdict(self, result: Any) -> GroupVerdict:
         if type(result).__name__ in ("bool", "bool_"):  # numpy's is no subclass
             return GroupVerdict(bool(result))
-        return self.failed("no_verdict", f"{self.noun} returned {quote(result)}; it must return True or False")
+        return self.failed(self.unusable, f"{self.noun} returned {quote(result)}; it must return True or False")
 
     def written(self, answer: GroupVerdict) -> list[Any]:
         """Return a verdict as JSON values."""
@@ -85,10 +86,6 @@ class VerdictSource:
     def failed(self, kind: str, reason: str) -> GroupVerdict:
         """Return the verdict on a group whose process has failed."""
         return GroupVerdict(False, kind, reason)
-
-    def too_long(self, reason: str) -> GroupVerdict:
-        """Return the verdict in place of one that is too long."""
-        return self.failed("no_verdict", reason)
 
 
 class VerdictProcesses(WorkProcesses):

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.cluster.programs import Program
 from megatron_rl.user_code import sandbox
@@ -22,28 +23,17 @@ class ConfinedProgram(Program):
         variables: Mapping[str, str],
         own: Path,
         *,
-        kept: slice,
-        content: bytes = b"",
-        folder: Path | None = None,
-        errors_alone: bool = False,
         has_totals: bool = False,
+        **options: Any,
     ) -> None:
-        """own: where it can write. has_totals: all its processes together have limits. Others: as of `Program`."""
+        """own: where it can write. has_totals: all its processes together have limits. options: of `Program`."""
         self.status = b""
         self._status, written = os.pipe()
         os.set_blocking(self._status, False)
         totals = ["--totals"] if has_totals else []
         confined = [sys.executable, "-I", "-S", sandbox.__file__, *totals, str(written), str(own), *command]
         try:
-            super().__init__(
-                confined,
-                variables,
-                kept=kept,
-                content=content,
-                folder=folder or own,
-                errors_alone=errors_alone,
-                passed=(written,),
-            )
+            super().__init__(confined, variables, passed=(written,), **options)
         except OSError:
             os.close(self._status)
             raise

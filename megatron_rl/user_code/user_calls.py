@@ -97,8 +97,8 @@ def is_ending(error: BaseException) -> bool:
 async def in_thread(call: Callable[[], Any]) -> Any:
     """Return what a blocking call returns. Raises CallFailedError where it raises anything, `SystemExit` too.
 
-    It has a thread of its own: in a pool, calls that never return would use up the threads of all others. Where nobody
-    waits any longer, the thread runs on until the call returns.
+    It has a thread of its own: in a pool, calls that never return would use up the threads of all others. Given up,
+    the thread runs on until the call returns.
     """
     loop = asyncio.get_running_loop()
     ended = loop.create_future()

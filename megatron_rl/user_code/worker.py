@@ -43,15 +43,18 @@ Message = str | int | tuple[int, Any]
 
 
 class Work(Protocol):
-    """The work of a supervisor's workers. It is pickled; its replies travel as JSON."""
+    """The work of a supervisor's workers. It is pickled; its replies travel as JSON.
+
+    noun: what the user's code is, in messages. timeout_key: of the time limit. unusable: how a job fails whose reply
+    cannot be used.
+    """
 
     @property
-    def noun(self) -> str:
-        """What the user's code is, in messages."""
-
+    def noun(self) -> str: ...
     @property
-    def timeout_key(self) -> str:
-        """The configuration key of the time limit."""
+    def timeout_key(self) -> str: ...
+    @property
+    def unusable(self) -> str: ...
 
     def load(self) -> Callable[[Any], Any]:
         """Return the function that turns a job's content into a reply, or into an awaitable one.
@@ -66,10 +69,7 @@ class Work(Protocol):
         """Return the reply that JSON values are. Raises ValueError for others."""
 
     def failed(self, kind: str, reason: str) -> Any:
-        """Return the reply to a job that has failed. kind: `TIMED_OUT`, `CRASHED`."""
-
-    def too_long(self, reason: str) -> Any:
-        """Return the reply in place of one that is too long to be sent."""
+        """Return the reply to a job that has failed. kind: `TIMED_OUT`, `CRASHED`, `unusable`."""
 
 
 def packed_job(number: int | None, content: bytes) -> bytes:
@@ -138,7 +138,7 @@ class _Jobs:
         if len(message) > LONGEST_ANSWER:
             reason = f"{self._work.noun} returned values of {len(message)} bytes; "
             reason += f"a reply may take {LONGEST_ANSWER} bytes"
-            message = message_of((number, self._work.written(self._work.too_long(reason))))
+            message = message_of((number, self._work.written(self._work.failed(self._work.unusable, reason))))
         if is_worn_out():  # said before the reply, behind which the supervisor may deal the next job
             self._supervisor.send_whole(message_of(WORN_OUT))
         self._supervisor.send_whole(message)

@@ -18,7 +18,7 @@ import typer
 
 from megatron_rl.cli.porting import port_command
 from megatron_rl.errors import ConfigError
-from megatron_rl.port import running, shell
+from megatron_rl.port import shell
 from megatron_rl.user_code import sandbox
 from megatron_rl.user_code.confined_program import scratch_folder
 from megatron_rl.user_code.sandbox import FileProtection, Kernel, Refused
@@ -272,7 +272,7 @@ def test_the_option_of_the_command(tmp_path, scratch):
 def test_limits(tmp_path, monkeypatch, scratch, text, limits, expected):
     """Would not catch a script that stays just below them."""
     for name, most in limits.items():
-        monkeypatch.setattr(running, name, most)
+        monkeypatch.setattr(shell, name, most)
     monkeypatch.setattr(shell, "TIME_LIMIT_S", 30.0 if limits else 0.3)
     with pytest.raises(ConfigError, match=expected):
         shell.launches_of(written(tmp_path, text), [], {})
