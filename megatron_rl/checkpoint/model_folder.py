@@ -88,6 +88,14 @@ class ModelFolder:
         except ConfigError as error:
             raise UnreadableFileError(f"{CONFIG} cannot be used: {error}") from error
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """`settings`; {} where they cannot be read."""
+        try:
+            return self.settings
+        except UnreadableFileError:
+            return {}
+
     @cached_property
     def model(self) -> Model:
         """The model of a folder that was checked, as its parts."""
@@ -206,6 +214,10 @@ class ModelFolder:
         (target / GENERATION).write_text(json.dumps({**content, "eos_token_id": ends.ids}, indent=2) + "\n")
 
 
+ModelFolders = Mapping[str, ModelFolder]
+"""Path, as the configuration has it -> folder."""
+
+
 def end_tokens(path: Path, settings: Mapping[str, Any]) -> list[int] | None:
     """The tokens that end a response, from generation_config.json of a folder if there is one, else from `settings`.
 
@@ -227,8 +239,8 @@ def _family_end(settings: Mapping[str, Any]) -> int | None:
     return cast("int | None", family_of(settings["architectures"]).defaults.get("eos_token_id", END))
 
 
-def model_folders(config: RunConfig) -> Mapping[str, ModelFolder]:
-    """Path -> folder of every model that roles of a run start from, none of them read yet."""
+def model_folders(config: RunConfig) -> ModelFolders:
+    """The folders that roles of a run start from, none of them read yet."""
     folders: dict[str, ModelFolder] = {}
     for role in roles_of(config):
         if role.model_path is not None:

@@ -82,7 +82,7 @@ def _content(path: str) -> Any:
     file = Path(path).expanduser()
     if file.is_file():
         return digest_of(file)[:SHOWN]
-    folder = model_folder(path)
+    folder = model_folder(path).path
     return folder_content(folder) if folder.is_dir() else path
 
 

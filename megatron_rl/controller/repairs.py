@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from megatron_rl.checkpoint.memory_checkpoint_plan import CopyPlace, files_of, is_whole
+from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.signals import StopRequest, graceful_signals
 from megatron_rl.config.roles import PoolSize, needed_pools
@@ -73,7 +74,8 @@ class Repairs:
     """The state of a run that is kept when its ranks are started again; a context manager around all attempts.
 
     config: of the present attempt, which may have fewer nodes. stop: the request to stop. attempt: number of the
-    present start, from 0. started: time of the first, on the monotonic clock. all: the repairs so far.
+    present start, from 0. folders: that roles start from. started: time of the first, on the monotonic clock. all: the
+    repairs so far.
     """
 
     def __init__(self, config: RunConfig, stop: StopRequest, local: bool) -> None:
@@ -89,6 +91,7 @@ class Repairs:
         self._last_step, self._num_idle = 0, 0
         self._lost_at: float | None = None
         self._read: dict[str, Any] = {}
+        self.folders = model_folders(config)
 
     def __enter__(self) -> Self:
         return self

@@ -262,7 +262,7 @@ def export_and_compare(
 
 def refuse_unreadable(target: Path) -> None:
     """Raise ParityError for an exported folder that the next run could not start from."""
-    _, problems = read_model_folder("model.path", str(target), STARTING_POINTS)
+    _, problems = read_model_folder("model.path", ModelFolder(target), STARTING_POINTS)
     if problems:
         told = "; ".join(map(str, problems))
         raise ParityError(f"no run can start from the exported model in {target}: {told}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.checkpoint.model_folder import ModelFolder, model_folders
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec, roles_of
@@ -130,13 +130,13 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
     config, trainer = repairs.config, repairs.config.trainer
     with ExitStack() as opened:
         placement = Placement.of(config)
-        folders = model_folders(config)
+        folders = repairs.folders
         policy = folders[config.actor_rollout_ref.model.path]
         tokenizer = policy.tokenizer
         config = with_tools(with_all_replicas(config, replay))
         with watching("reading of the prompts"):
             data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, policy)))
-        config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
+        config = with_steps(with_kv_cache(config, hardware_here(config), folders), len(data.train))
         alone = check_sources(config, data.sources)
         check_teachers(config, data.train.data_sources)
         prompts_of_teachers = other_prompts(config, tokenizer, data.train)
@@ -147,7 +147,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         chats = data.train.are_chats | data.val.are_chats
         episodes = open_episodes(config, policy, chats, local, opened)
         folder = RunFolder(config, repairs)
-        logger = RunLogger(config, folder, tokenizer, planned_memory(config))
+        logger = RunLogger(config, folder, tokenizer, planned_memory(config, folders))
         verdicts = verdicts_of(config, logger.warn, local)
         algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)
@@ -180,7 +180,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         life.restore()
         pools.begin_followers(folder.start.step)
         sampler.load_weights(folder.start.step)
-        planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
+        planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config), folders)
         with life:
             ppo_parts = (roles, sampler, scorers, algorithm, pretraining, validation, planned)
             yield Run(config, pools, life, logger, repairs, *ppo_parts)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import find, only_writer
+from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.checkpoint.resume import ResumePoint, select
 from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
@@ -30,8 +31,9 @@ class RunFolder:
 
     repairs: of a run whose ranks may have been started before. copy: the copy in host memory that the run resumes from,
     if it does. start: the checkpoint to resume, or the controller's part of that copy. saved: content of its run.json;
-    {} for a new run. models: role -> identity of its model folder when the run started, for the manifests of its
-    checkpoints. set_aside: where the files of an earlier run are now that a new run has found; None: there were none.
+    {} for a new run. model_folders: that roles start from. models: role -> identity of its model folder when the run
+    started, for the manifests of its checkpoints. set_aside: where the files of an earlier run are now that a new run
+    has found; None: there were none.
     """
 
     def __init__(self, config: RunConfig, repairs: Repairs | None = None) -> None:
@@ -40,7 +42,8 @@ class RunFolder:
         self.copy: KeptCopy | None = None
         self.path = Path(config.trainer.default_local_dir)
         self._found = find(self.path)
-        self.models = configured_models(config)
+        self.model_folders = model_folders(config) if repairs is None else repairs.folders
+        self.models = configured_models(config, self.model_folders)
         self.saved: dict[str, Any] = {}
         self._select()
         self._is_new = not self.path.exists()

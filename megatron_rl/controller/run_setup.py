@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
 from megatron_rl.cluster.launcher import Launcher
@@ -90,8 +90,8 @@ def write_plan(logger: RunLogger) -> None:
     """
     if logger.folder.keeps(PLAN_FILE):
         return
-    config, hardware = logger.config, planned_hardware(logger.config)
-    content = {"config": without_secrets(asdict(config)), "plan": plan_of(config, hardware).as_json()}
+    config, hardware, folders = logger.config, planned_hardware(logger.config), logger.folder.model_folders
+    content = {"config": without_secrets(asdict(config)), "plan": plan_of(config, hardware, folders=folders).as_json()}
     try:
         text = json.dumps(finite_or_null(content), indent=1, allow_nan=False, default=str)
         replace_file(logger.folder.path / PLAN_FILE, text.encode() + b"\n")
@@ -132,7 +132,7 @@ class RunPools:
         """
         num_ranks, what = placement.world_size, "process" if placement.world_size == 1 else "processes"
         logger.title(f"Starting {num_ranks} {what}: {', '.join(placement.roles)}")
-        hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger))
+        hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger), repairs.folders)
         made = make_cluster(logger.config, placement, hosting, local, logger.say, repairs)
         with logger.clock.waiting("init"):
             cluster = opened.enter_context(made)
@@ -325,12 +325,12 @@ def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:
         node_check(config, options, say)(reserve_all(launcher, needed_pools(config), opened))
 
 
-def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
+def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver, folders: ModelFolders) -> Hosting:
     """Settings that every rank starts with."""
     trainer, options = config.trainer, rank_options(config, placement)
-    work = sequence_work(ModelFolder(placement.leader.model_path))
+    work = sequence_work(folders[placement.leader.model_path])
     work = replace(work, by_prompt=config.actor_rollout_ref.model.enable_tree_training)
-    limits = heartbeat_limits(config)
+    limits = heartbeat_limits(config, folders)
     return Hosting(
         RankHost,
         (config, limits.collective_timeout),
@@ -376,9 +376,9 @@ def raise_failures(cluster: Cluster) -> None:
         pool.raise_if_failed()
 
 
-def heartbeat_limits(config: RunConfig) -> HeartbeatLimits:
+def heartbeat_limits(config: RunConfig, folders: ModelFolders | None = None) -> HeartbeatLimits:
     """After how long a rank counts as hung, and the file that then gets the stacks of all ranks."""
     trainer = config.trainer
     return HeartbeatLimits(
-        stall_timeout_s(config), trainer.heartbeat_timeout_s, Path(trainer.default_local_dir) / STACKS_FILE
+        stall_timeout_s(config, folders), trainer.heartbeat_timeout_s, Path(trainer.default_local_dir) / STACKS_FILE
     )

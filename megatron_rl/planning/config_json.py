@@ -1,20 +1,13 @@
-"""Read a model's config.json and check types and sizes, so that later rules can rely on them."""
+"""Check types and sizes of a model's config.json, so that later checks can rely on them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.json_files import UnreadableFileError, read_json_object
-from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import text_settings
 from megatron_rl.model.families.refused import refusal_of
-from megatron_rl.planning.hub_cache import model_folder
 
-LARGEST_FILE = 16 << 20
-"""Bytes; real files have a few thousand."""
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
 LARGEST["num_global_key_value_heads"] = 10_000
@@ -43,27 +36,6 @@ LARGEST |= dict.fromkeys(
     1 << 24,
 )
 """Key -> limit for sizes that a plan enumerates or splits into messages; other sizes may have 31 bits."""
-
-
-class ConfigJsonError(Exception):
-    """The file cannot be used. The message continues "must hold a config.json, and"."""
-
-
-def read_config_json(file: Path) -> dict[str, Any]:
-    """Read the object in a config.json; of a model with a language model inside, that one's settings.
-
-    Raises ConfigJsonError.
-    """
-    try:
-        settings = read_json_object(file, LARGEST_FILE)
-    except UnreadableFileError as error:
-        raise ConfigJsonError(f"{file.parent}/{error}") from error
-    if not _is_names(settings.get("architectures") or []):
-        return settings  # a rule of its own says so
-    try:
-        return text_settings(settings)
-    except ConfigError as error:
-        raise ConfigJsonError(f"{file} cannot be used: {error}") from error
 
 
 def is_size(value: object) -> bool:
@@ -167,11 +139,3 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 def feature_of(architecture: str) -> str:
     """Return the name of the feature that an unknown architecture needs."""
     return refusal_of(architecture).needs
-
-
-def model_facts(path: str) -> dict[str, Any]:
-    """Read config.json of a folder or of a model in the local Hub cache; empty where it cannot be read."""
-    try:
-        return read_config_json(model_folder(path) / "config.json")
-    except (ConfigJsonError, OSError):
-        return {}

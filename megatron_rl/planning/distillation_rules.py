@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.algorithms import distillation_reads
 from megatron_rl.config.declarations import DISTILLATION_LOSSES
 from megatron_rl.config.distillation_keys import SELF
@@ -17,7 +18,7 @@ GROUP, LOSS = "distillation.teacher_models", "distillation.distillation_loss"
 MODE, GRADIENT = f"{LOSS}.loss_mode", f"{LOSS}.use_policy_gradient"
 
 
-def distillation_problems(config: RunConfig) -> Iterable[Violation]:
+def distillation_problems(config: RunConfig, folders: ModelFolders) -> Iterable[Violation]:
     """Every violation of the keys of `distillation`; none where it is not enabled."""
     distillation = config.distillation
     if not distillation.enabled:
@@ -32,7 +33,7 @@ def distillation_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _name_problems(config)
     yield from _routing_problems(config)
     for name in distillation.teacher_models:
-        yield from _model_problems(config, name)
+        yield from _model_problems(config, name, folders)
     if distillation.distillation_loss.loss_mode in DISTILLATION_LOSSES:
         yield from _loss_problems(config)
 
@@ -64,7 +65,7 @@ def _routing_problems(config: RunConfig) -> Iterable[Violation]:
             yield Violation({key: teacher.key}, rule, hint="give each teacher another")
 
 
-def _model_problems(config: RunConfig, name: str) -> Iterable[Violation]:
+def _model_problems(config: RunConfig, name: str, folders: ModelFolders) -> Iterable[Violation]:
     teacher, key = config.distillation.teacher_models[name], f"{GROUP}.{name}"
     path, student = teacher.model_path, config.actor_rollout_ref.model.path
     if path is None:
@@ -76,7 +77,7 @@ def _model_problems(config: RunConfig, name: str) -> Iterable[Violation]:
         )
         yield Violation({f"{key}.prompt_key": None}, rule, hint="such as a prompt with a demonstration")
     elif path != SELF:
-        for problem in different_tokens(student, path):
+        for problem in different_tokens(folders[student], folders[path]):
             rule = f"must have the tokens of the policy, whose distribution over them is compared: {problem}"
             yield Violation({f"{key}.model_path": path}, rule, hint=f"take a model with the tokenizer of {student}")
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.identity import EPS
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.weight_files import odd_files
 from megatron_rl.config.file_kinds import ABSENT, instead_of_file
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
@@ -36,10 +38,8 @@ from megatron_rl.model.families import (
 from megatron_rl.model.parts import Attention, SharedExperts
 from megatron_rl.parallel.sharding import padded_vocab_size
 from megatron_rl.planning.config_json import (
-    ConfigJsonError,
     is_size,
     not_finite,
-    read_config_json,
     too_large,
     wrong_types,
 )
@@ -152,24 +152,25 @@ class ModelSizes:
 
 
 def read_model_folder(
-    key: str, path: str, known: Mapping[str, Family] = FAMILIES, *, config_only: bool = False
+    key: str, model: ModelFolder, known: Mapping[str, Family] = FAMILIES, *, config_only: bool = False
 ) -> tuple[ModelSizes | None, list[Violation]]:
-    """Return the sizes of the model in `path` (None if they cannot be read) and everything wrong with the folder.
+    """Return the sizes of the model in a folder (None if they cannot be read) and everything wrong with the folder.
 
     key: configuration key to name in messages. known: allowed architectures and their families. config_only: weights
     and tokenizer may be missing.
     """
-    folder, given = Path(path).expanduser(), {key: path}
+    folder, path = model.path, str(model.given)
+    given = {key: path}
     if not folder.is_dir():
         return None, [_no_folder(key, path, folder)]
     try:
         odd = [] if config_only else odd_files(folder)
         if odd:
             return None, [Violation(given, f"must hold files that can be read: {fault}") for fault in odd]
-        described, problems = _described(key, path, folder, known)
+        described, problems = _described(key, model, known)
         if config_only:
             return None if described is None else described.sizes, problems
-        files = FolderFiles.read(folder)
+        files = FolderFiles.read(model)
     except OSError as error:
         return None, [Violation(given, f"must be a folder that can be read: {error.strerror}")]
     faulty = [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in lacking_in(folder)]
@@ -199,18 +200,17 @@ def _no_folder(key: str, path: str, folder: Path) -> Violation:
     return Violation({key: path}, f"must be a Hugging Face model folder, and {lacks}", nearest, hint, wrong_name=True)
 
 
-def _described(
-    key: str, path: str, folder: Path, known: Mapping[str, Family]
-) -> tuple[_Described | None, list[Violation]]:
+def _described(key: str, model: ModelFolder, known: Mapping[str, Family]) -> tuple[_Described | None, list[Violation]]:
     """Return the model of config.json, None if it describes none, and everything wrong with it."""
-    file, given = folder / "config.json", {key: path}
+    folder, path, file = model.path, str(model.given), model.path / "config.json"
+    given = {key: path}
     lacks = instead_of_file(file)
     if lacks == ABSENT:
         return None, [Violation(given, f"must hold config.json; it holds {_listing(folder)}")]
     try:
-        settings = read_config_json(file)
-    except ConfigJsonError as error:
-        return None, [Violation(given, f"must hold a config.json, and {error}")]
+        settings = model.settings
+    except UnreadableFileError as error:
+        return None, [Violation(given, f"must hold a config.json, and {folder}/{error}")]
     wrong = wrong_types(settings)
     wrong |= dict.fromkeys(not_finite(settings) - wrong.keys(), "must hold finite numbers")
     if wrong:

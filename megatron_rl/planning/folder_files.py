@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.identity import unlike_the_list
-from megatron_rl.checkpoint.model_folder import end_tokens
-from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
+from megatron_rl.checkpoint.model_folder import GENERATION, ModelFolder
+from megatron_rl.checkpoint.weight_files import StoredTensor
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import Violation
-from megatron_rl.planning.config_json import ConfigJsonError, read_config_json
 from megatron_rl.planning.tokenizer_rules import TOKENIZER_FILES, all_tokens, base_tokens
 
-GENERATION = "generation_config.json"
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 """Optional files of a tokenizer that must be JSON objects."""
 
@@ -35,15 +33,15 @@ class FolderFiles:
     tokens: dict[str, int]
 
     @classmethod
-    def read(cls, folder: Path) -> FolderFiles:
+    def read(cls, folder: ModelFolder) -> FolderFiles:
         """Read a folder. Only the headers of weights are read, but for what the folder's own list of digests names."""
-        tensors, faults = read_weight_files(folder)
+        tensors, faults = folder.stored[0], [*folder.stored[1]]
         tokens: dict[str, int] = {}
         for name in (*OBJECTS, GENERATION):
-            if not (folder / name).exists():
+            if not (folder.path / name).exists():
                 continue
             try:
-                content = read_json_object(folder / name)
+                content = read_json_object(folder.path / name)
             except UnreadableFileError as error:
                 faults.append(str(error))
                 continue
@@ -51,13 +49,7 @@ class FolderFiles:
                 faults.append(f"{name} has no model of a tokenizer")
             elif name == "tokenizer.json":
                 tokens = base_tokens(content)
-        return cls(faults + unlike_the_list(folder), tensors, tokens)
-
-
-def lacking_files(path: str) -> list[str]:
-    """Return what a folder with a config.json still needs before a run; empty for other folders."""
-    folder = Path(path).expanduser()
-    return lacking_in(folder) if (folder / "config.json").is_file() else []
+        return cls(faults + unlike_the_list(folder.path), tensors, tokens)
 
 
 def lacking_in(folder: Path) -> list[str]:
@@ -72,19 +64,17 @@ def lacking_in(folder: Path) -> list[str]:
     return rules
 
 
-def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violation]:
+def end_token_problems(key: str, folder: ModelFolder, vocab_size: int) -> Iterator[Violation]:
     """Check that a folder to generate from names end tokens, and that they are in its vocabulary.
 
     Damaged files are reported elsewhere.
     """
-    folder = Path(path).expanduser()
-    has_own = (folder / GENERATION).exists()
+    path, has_own = str(folder.given), (folder.path / GENERATION).exists()
     try:
-        settings = read_config_json(folder / "config.json")
-        generation = read_json_object(folder / GENERATION) if has_own else settings
-    except (ConfigJsonError, UnreadableFileError):
+        generation = read_json_object(folder.path / GENERATION) if has_own else folder.settings
+        ends, file = folder.declared_ends, GENERATION if has_own else "config.json"
+    except UnreadableFileError:
         return
-    ends, file = end_tokens(folder, settings), GENERATION if has_own else "config.json"
     beyond = [end for end in ends or () if end >= vocab_size]
     if beyond:
         rule = f"must end responses with tokens of its model: eos_token_id {beyond[0]} of its {file}"
@@ -95,14 +85,13 @@ def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violati
         yield Violation({key: path}, f"{rule}; in its {file} it is {given}")
 
 
-def end_token_notes(path: str) -> list[str]:
+def end_token_notes(folder: ModelFolder) -> list[str]:
     """Return a line where the tokenizer's files name another end token than the model's do; a response ends at both."""
-    folder = Path(path).expanduser()
     try:
-        declared = end_tokens(folder, read_config_json(folder / "config.json")) or []
-        named = read_json_object(folder / "tokenizer_config.json").get("eos_token")
-        content = read_json_object(folder / "tokenizer.json")
-    except (ConfigJsonError, UnreadableFileError):
+        declared = folder.declared_ends or []
+        named = read_json_object(folder.path / "tokenizer_config.json").get("eos_token")
+        content = read_json_object(folder.path / "tokenizer.json")
+    except UnreadableFileError:
         return []  # damaged files are reported elsewhere; a tokenizer of other files is compared when a run starts
     own = named.get("content") if isinstance(named, dict) else named
     number = all_tokens(content).get(own) if isinstance(own, str) else None
@@ -110,4 +99,4 @@ def end_token_notes(path: str) -> list[str]:
         return []
     ends = ", ".join(map(str, sorted({number, *declared})))
     what = f"its tokenizer {own} ({number}), its {GENERATION} or config.json {', '.join(map(str, declared))}"
-    return [f"the files of {path} name different end tokens: {what}; responses end at each of {ends}"]
+    return [f"the files of {folder.given} name different end tokens: {what}; responses end at each of {ends}"]

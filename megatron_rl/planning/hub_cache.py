@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.config.keys import put, value_of
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
@@ -17,10 +20,17 @@ def is_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
-def model_folder(path: str) -> Path:
+def model_folder(path: str) -> ModelFolder:
     """Return the folder of a model; for a Hub name in the local cache the folder there."""
-    folder = Path(path).expanduser()
-    return cached_model(path) or folder if is_hub_id(path) else folder
+    return ModelFolder((cached_model(path) if is_hub_id(path) else None) or path)
+
+
+def model_facts(path: str) -> dict[str, Any]:
+    """Return the settings of a folder or of a model in the local Hub cache; {} where they cannot be read."""
+    try:
+        return model_folder(path).settings
+    except (UnreadableFileError, OSError):
+        return {}
 
 
 def cached_model(name: str) -> Path | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -69,14 +70,14 @@ def plan_stages(models: RunModels, pool: str | None = None) -> list[StageMemory]
     return [MemoryOfStage(models, name, pp_rank).planned() for pp_rank in range(models.pools[name].grid.pp_size)]
 
 
-def planned_memory(config: RunConfig) -> dict[str, dict[str, Held]]:
+def planned_memory(config: RunConfig, folders: ModelFolders | None = None) -> dict[str, dict[str, Held]]:
     """Return pool -> phase -> what the worst rank holds. The configuration must have passed preflight."""
     return {
         pool: {
             phase: max((stage.phases[phase] for stage in stages), key=lambda held: sum(held.values()))
             for phase in stages[0].phases
         }
-        for pool, stages in plan_pools(RunModels(config)).items()
+        for pool, stages in plan_pools(RunModels(config, folders)).items()
     }
 
 

@@ -86,9 +86,9 @@ def tried(config: RunConfig, models: RunModels, settings: dict[str, Any], usable
     changed = copy.deepcopy(config)
     for key, value in settings.items():
         put(changed, key, value)
-    if preflight(changed, config_only=True):
+    if preflight(changed, config_only=True, folders=models.folders):
         return None
-    planned = RunModels(changed, models)
+    planned = RunModels(changed, variant_of=models)
     pools = plan_pools(planned)
     peak = max(stage.peak for stages in pools.values() for stage in stages)
     return Tried(Change(settings, peak), changed, planned, excess(pools, usable))

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.keys import put
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
@@ -151,12 +152,12 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> G
         for phase in stage.phases
         if "KV cache" in stage.phases[phase]
     )
-    actor = read_models(config, config_only=True)[0][0]
+    actor = read_models(config, models.folders, config_only=True)[0][0]
     room = max(0, usable_bytes(hardware) - beside_cache)
     return GenerationMemory(hardware, pools, KVCacheSize.of(config, actor), kv_bytes, config.longest_sequence, room)
 
 
-def with_kv_cache(config: RunConfig, hardware: Hardware) -> RunConfig:
+def with_kv_cache(config: RunConfig, hardware: Hardware, folders: ModelFolders | None = None) -> RunConfig:
     """Return a copy in which `kv_cache_memory_bytes` replaces `gpu_memory_utilization`, where that is set on CUDA.
 
     The cache takes what weights and passes of generation leave of their share, at most what everything else on the
@@ -167,7 +168,7 @@ def with_kv_cache(config: RunConfig, hardware: Hardware) -> RunConfig:
     share, rollout.gpu_memory_utilization = rollout.gpu_memory_utilization, None
     if share is None or config.trainer.device != "cuda":
         return changed
-    models = RunModels(changed)
+    models = RunModels(changed, folders)
     report = memory_report(changed, models, hardware)
     phases = [stage.phases[GEN] for stage in report.pools[models.generating.spec.name]]
     held = max(sum(phase.get(name, 0) for name in OF_GENERATION) for phase in phases)
@@ -193,12 +194,12 @@ def longest_sequence(config: RunConfig, models: RunModels, memory: GenerationMem
     The configuration must have passed preflight.
     """
     prompt = config.data.max_prompt_length
-    limits = {"the KV cache": memory.kv_cache.num_tokens(memory.kv_bytes)} | position_limits(config)
+    limits = {"the KV cache": memory.kv_cache.num_tokens(memory.kv_bytes)} | position_limits(config, models)
     limited_by = min(limits, key=lambda name: limits[name])
     most = limits[limited_by]
 
     def fits(length: int) -> bool:
-        pools = plan_pools(RunModels(with_longest(config, length), models))
+        pools = plan_pools(RunModels(with_longest(config, length), variant_of=models))
         return all(stage.peak <= memory.usable for stages in pools.values() for stage in stages)
 
     if most <= prompt:
@@ -209,11 +210,11 @@ def longest_sequence(config: RunConfig, models: RunModels, memory: GenerationMem
     return LongestSequence(prompt + num_fitting if num_fitting else 0, MEMORY)
 
 
-def position_limits(config: RunConfig) -> dict[str, int]:
+def position_limits(config: RunConfig, models: RunModels) -> dict[str, int]:
     """Return name of a limit -> most tokens of a sequence, for every model that reads the actor's tokens."""
     override = config.actor_rollout_ref.model.override_config.max_position_embeddings
     limits: dict[str, int] = {}
-    for model in read_models(config, config_only=True)[0]:
+    for model in read_models(config, models.folders, config_only=True)[0]:
         of_model = ({"max_position_embeddings": override} if override is not None else model.longest) | model.windows
         limits |= {f"{name} of {model.path}": limit for name, limit in of_model.items()}
     return limits

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.planning.hardware import Hardware, planned_hardware
@@ -76,12 +77,12 @@ PHASES = 10.0
 class PlannedSteps:
     """Compares the steps of a run with its plan on profiled hardware."""
 
-    def __init__(self, config: RunConfig, hardware: Hardware) -> None:
+    def __init__(self, config: RunConfig, hardware: Hardware, folders: ModelFolders | None = None) -> None:
         """config: has passed preflight and has `kv_cache_memory_bytes`."""
         # Ranks measure their phases themselves, without the calls of the controller.
         self._config = config
         self._hardware = replace(hardware, overheads=replace(hardware.overheads, call=0.0))
-        self._models = RunModels(config)
+        self._models = RunModels(config, folders)
         self._memory = memory_report(config, self._models, hardware)
         self._transition = TransitionPlan.of(self._models)
         self._departures = PlanDeviation(hardware.error)
@@ -108,14 +109,14 @@ class PlannedSteps:
         return {f"{PLANNED}{phase}": seconds for phase, seconds in planned.items()}, sentences
 
 
-def stall_timeout_s(config: RunConfig) -> float:
+def stall_timeout_s(config: RunConfig, folders: ModelFolders | None = None) -> float:
     """Return after how many seconds without progress a method of a rank counts as hung.
 
     That is `trainer.stall_timeout_s`, or where it is null ten times the longest planned phase, at least half an hour.
     """
     if config.trainer.stall_timeout_s is not None:
         return config.trainer.stall_timeout_s
-    hardware, models = planned_hardware(config), RunModels(config)
+    hardware, models = planned_hardware(config), RunModels(config, folders)
     if isinstance(config, TaskConfig):
         load = task_load(config, config.longest_sequence)
         return max(SHORTEST_S, PHASES * task_time(config, models, hardware, load).total)

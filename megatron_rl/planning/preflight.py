@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatron_rl.checkpoint.model_folder import ModelFolders, model_folders
 from megatron_rl.config.keys import ROLLOUT, followed_keys
 from megatron_rl.config.problems import without_echoes
 from megatron_rl.config.role_kinds import StartsFrom
@@ -49,15 +50,18 @@ ARCHITECTURES: dict[StartsFrom, Mapping[str, Family]] = {
 """The supported architectures of each kind of model."""
 
 
-def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation]:
+def preflight(config: RunConfig, *, config_only: bool = False, folders: ModelFolders | None = None) -> list[Violation]:
     """All violations, each with the values, the rule and the nearest valid choice; an empty list if the run can start.
 
-    config_only: model folders need nothing but config.json, and data files need not exist.
+    config_only: model folders need nothing but config.json, and data files need not exist. folders: by path, as they
+    were read before; None: those of the roles.
     """
-    return examined(config, config_only=config_only)[0]
+    return examined(config, config_only=config_only, folders=folders)[0]
 
 
-def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Violation], list[str]]:
+def examined(
+    config: RunConfig, *, config_only: bool = False, folders: ModelFolders | None = None
+) -> tuple[list[Violation], list[str]]:
     """Violations as `preflight` returns them, and one line for each part of a model folder that is unpacked, or ignored
     though it may be there on purpose.
     """
@@ -65,8 +69,9 @@ def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Viol
     unusable = [*magnitude_problems(config), *path_problems(config)]
     if unusable:
         return without_echoes([*value_problems(config), *unusable], followed_keys(config)), []
-    models, problems = read_models(config, config_only=config_only)
-    violations = _violations(config, models, problems, config_only)
+    folders = model_folders(config) if folders is None else folders
+    models, problems = read_models(config, folders, config_only=config_only)
+    violations = _violations(config, folders, models, problems, config_only)
     notes = [note for model in models for note in (_unread(config, model), model.unpacked) if note is not None]
     return violations, notes
 
@@ -81,12 +86,16 @@ def _unread(config: RunConfig, model: ModelSizes) -> str | None:
 
 
 def _violations(
-    config: RunConfig, models: list[ModelSizes], problems: list[Violation], config_only: bool
+    config: RunConfig,
+    folders: ModelFolders,
+    models: list[ModelSizes],
+    problems: list[Violation],
+    config_only: bool,
 ) -> list[Violation]:
     """problems: violations of the model folders."""
     pools = countable_pools(config)
     if not config.generates:
-        violations = [*value_problems(config), *problems, *_task_problems(config, pools, models, config_only)]
+        violations = [*value_problems(config), *problems, *_task_problems(config, folders, pools, models, config_only)]
         return without_echoes(violations, followed_keys(config))
     return without_echoes(
         [
@@ -108,20 +117,24 @@ def _violations(
             *quantization_problems(config, models),
             *draft_problems(config, config_only=config_only),
             *shared_prompt_problems(config, models),
-            *distillation_problems(config),
+            *distillation_problems(config, folders),
             *replay_problems(config),
             *_batch_problems(config),
             *length_problems(config, models),
             *cache_problems(config, models),
             *pretraining_problems(config, models, config_only=config_only),
-            *resume_problems(config),
+            *resume_problems(config, folders),
         ],
         followed_keys(config),
     )
 
 
 def _task_problems(
-    config: RunConfig, pools: list[PoolSpec], models: list[ModelSizes], config_only: bool
+    config: RunConfig,
+    folders: ModelFolders,
+    pools: list[PoolSpec],
+    models: list[ModelSizes],
+    config_only: bool,
 ) -> Iterable[Violation]:
     """Rules of a task without generation: none of rollouts, rewards and algorithms."""
     if not config_only:
@@ -135,29 +148,33 @@ def _task_problems(
     yield from sharing_problems(config, pools)
     yield from task_length_problems(config, models)
     yield from preference_problems(config)
-    yield from resume_problems(config)
+    yield from resume_problems(config, folders)
 
 
-def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:
+def read_models(
+    config: RunConfig, folders: ModelFolders | None = None, *, config_only: bool = False
+) -> tuple[list[ModelSizes], list[Violation]]:
     """Sizes of the models that roles start from, each once and the actor's first, and violations of their folders.
 
     Models that cannot be read are left out.
     """
+    folders = model_folders(config) if folders is None else folders
     actor_path, sizes_read = config.actor_rollout_ref.model.path, {}
     problems: list[Violation] = []
     for role in roles_of(config):
         if role.kind.may_read_text and role.model_path is not None:
-            problems += reading_problems(actor_path, role, config_only=config_only)
+            actor, model = folders[actor_path], folders[role.model_path]
+            problems += reading_problems(actor, role, model, config_only=config_only)
         read = (role.model_path, role.kind.starts_from is StartsFrom.CLASSIFIER)
         if role.model_path is None or read in sizes_read:
             continue
         sizes_read[read], faults = read_model_folder(
-            role.model_key, role.model_path, ARCHITECTURES[role.kind.starts_from], config_only=config_only
+            role.model_key, folders[role.model_path], ARCHITECTURES[role.kind.starts_from], config_only=config_only
         )
         problems += faults
         sizes = sizes_read[read]
         if role.kind.is_sampled and sizes is not None and not config_only:
-            problems += end_token_problems(role.model_key, actor_path, sizes.vocab_size)
+            problems += end_token_problems(role.model_key, folders[actor_path], sizes.vocab_size)
     return list({model.path: model for model in sizes_read.values() if model is not None}.values()), problems
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 
+from megatron_rl.checkpoint.model_folder import ModelFolders, model_folders
 from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.rollout_keys import MTPUse
@@ -149,11 +150,20 @@ class RunModels:
     role. The configuration must have passed preflight.
     """
 
-    def __init__(self, config: RunConfig, variant_of: RunModels | None = None) -> None:
-        """variant_of: another configuration with the same models; the resharding of one layout is planned once."""
+    def __init__(
+        self,
+        config: RunConfig,
+        folders: ModelFolders | None = None,
+        variant_of: RunModels | None = None,
+    ) -> None:
+        """folders: by path; None: those of the roles. variant_of: another configuration with the same models; they are
+        read, and the resharding of one layout is planned, once.
+        """
         self.config = config
         self.placement = Placement.of(config)
-        models = {path: Model.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
+        kept = folders if variant_of is None else variant_of.folders
+        self.folders: ModelFolders = model_folders(config) if kept is None else kept
+        models = {role.model_path: self.folders[role.model_path].model for role in self.placement.roles.values()}
         self.pools = {name: PoolModels(spec, models, config) for name, spec in self.placement.pools.items()}
         self.training = self.pools[self.placement.leader.pool]
         self.grid, self.megatron = self.training.grid, self.training.megatron

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.task_config import TaskConfig
@@ -17,7 +18,7 @@ from megatron_rl.planning.async_estimate import AsyncEstimate, ahead_plan
 from megatron_rl.planning.batch_arithmetic import group_notes, repeat_notes
 from megatron_rl.planning.file_rules import train_rows
 from megatron_rl.planning.fitting_changes import FittingChanges, misfit_notes
-from megatron_rl.planning.folder_files import end_token_notes, lacking_files
+from megatron_rl.planning.folder_files import end_token_notes, lacking_in
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.lora_rules import lora_notes
 from megatron_rl.planning.memory import plan_pools
@@ -154,7 +155,8 @@ class Plan(ABC):
         return rows
 
     def _model_notes(self) -> list[str]:
-        return end_token_notes(Placement.of(self.config).leader.model_path) + lora_notes(self.config)
+        folder = self.models.folders[Placement.of(self.config).leader.model_path]
+        return end_token_notes(folder) + lora_notes(self.config)
 
     def _misfit_notes(self) -> list[str]:
         return [] if self.fitting is None else misfit_notes(self.memory, self.fitting)
@@ -176,12 +178,18 @@ class RunPlan(Plan):
     ahead: AsyncEstimate | None
 
     @classmethod
-    def of(cls, config: RunConfig, hardware: Hardware, mean_lengths: tuple[float, float] | None = None) -> RunPlan:
+    def of(
+        cls,
+        config: RunConfig,
+        hardware: Hardware,
+        mean_lengths: tuple[float, float] | None = None,
+        folders: ModelFolders | None = None,
+    ) -> RunPlan:
         """Plan a configuration that has passed preflight. mean_lengths: of prompt and response; None: half of the
         limits.
         """
         lengths = mean_lengths or (config.data.max_prompt_length / 2, config.data.max_response_length / 2)
-        models = RunModels(config)
+        models = RunModels(config, folders)
         memory = memory_report(config, models, hardware)
         transition = TransitionPlan.of(models)
         load = step_load(config, memory.tokens_of(lengths), lengths)
@@ -195,7 +203,7 @@ class RunPlan(Plan):
             num_tokens=load.num_tokens,
             lengths=lengths,
             transition=transition,
-            lacking=lacking_files(config.actor_rollout_ref.model.path),
+            lacking=lacking_in(models.folders[config.actor_rollout_ref.model.path].path),
             train_rows=train_rows(config.data),
             ahead=ahead_plan(config, models, generation(models, hardware), load, time),
         )
@@ -232,10 +240,12 @@ class TaskPlan(Plan):
     """The plan of a task that does not generate: sft, reward, dpo."""
 
     @classmethod
-    def of(cls, config: TaskConfig, hardware: Hardware, length: float | None = None) -> TaskPlan:
+    def of(
+        cls, config: TaskConfig, hardware: Hardware, length: float | None = None, folders: ModelFolders | None = None
+    ) -> TaskPlan:
         """Plan a configuration that has passed preflight. length: None: half of the longest sequence."""
         mean = length or config.longest_sequence / 2
-        models, load = RunModels(config), task_load(config, mean)
+        models, load = RunModels(config, folders), task_load(config, mean)
         memory, time = MemoryReport(hardware, plan_pools(models)), task_time(config, models, hardware, load)
         fitting = None if memory.fits else FittingChanges.of(config, models, hardware)
         return cls(config, models, memory, fitting, time, load.num_tokens, (mean,))
@@ -265,11 +275,17 @@ def mean_lengths(data: DataConfig, prompt: float | None, response: float | None)
     )
 
 
-def plan_of(config: RunConfig, hardware: Hardware, prompt: float | None = None, response: float | None = None) -> Plan:
+def plan_of(
+    config: RunConfig,
+    hardware: Hardware,
+    prompt: float | None = None,
+    response: float | None = None,
+    folders: ModelFolders | None = None,
+) -> Plan:
     """Plan a configuration of any task. prompt, response: mean tokens; None: half of the limit."""
     if isinstance(config, TaskConfig):
-        return TaskPlan.of(config, hardware, (prompt or 0) + (response or 0) or None)
-    return RunPlan.of(config, hardware, mean_lengths(config.data, prompt, response))
+        return TaskPlan.of(config, hardware, (prompt or 0) + (response or 0) or None, folders)
+    return RunPlan.of(config, hardware, mean_lengths(config.data, prompt, response), folders)
 
 
 def duration(seconds: float) -> str:

@@ -9,24 +9,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.weight_files import odd_files
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import Violation
-from megatron_rl.planning.config_json import model_facts
 
 FILE = "tokenizer.json"
 TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json")
 
 
-def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = False) -> Iterable[Violation]:
+def reading_problems(
+    actor: ModelFolder, role: RoleSpec, model: ModelFolder, *, config_only: bool = False
+) -> Iterable[Violation]:
     """Yield why a reward model cannot read the actor's tokens, or with `input_tokenizer` their text.
 
-    config_only: folders may have no tokenizer.
+    model: the folder of the reward model. config_only: folders may have no tokenizer.
     """
+    actor_path = str(actor.given)
     if not role.reads_text:
-        yield from vocabulary_problems(actor_path, role.model_path, role.model_key)
+        for problem in different_tokens(actor, model):
+            nearest = {f"{role.model_key.removesuffix('path')}input_tokenizer": actor_path}
+            rule = f"must have the actor's tokens, or read text: {problem}"
+            yield Violation({role.model_key: role.model_path}, rule, nearest)
         return
     key, path = f"{role.key}.model.input_tokenizer", role.settings.model.input_tokenizer
     folder, nearest = Path(path).expanduser(), {key: actor_path}
@@ -44,46 +50,38 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
     elif not config_only and (odd := odd_files(folder)):
         yield Violation({key: path}, f"must hold files that can be read: {odd[0]}", nearest)
     else:
-        for problem in different_tokens(actor_path, path):
+        for problem in different_tokens(actor, ModelFolder(path)):
             yield Violation({key: path}, f"must hold the actor's tokenizer: {problem}", nearest)
 
 
-def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_model.model.path") -> Iterable[Violation]:
-    """Yield why a reward model cannot read the actor's tokens; nothing where a tokenizer.json is missing or unreadable.
-
-    key: of the reward model's folder.
+def different_tokens(actor: ModelFolder, other: ModelFolder) -> Iterable[str]:
+    """Yield a sentence where tokens of the actor have other ids in another folder, or no row in its model; nothing
+    where a tokenizer.json is missing or unreadable.
     """
-    for problem in different_tokens(actor_path, reward_path):
-        nearest = {f"{key.removesuffix('path')}input_tokenizer": actor_path}
-        yield Violation({key: reward_path}, f"must have the actor's tokens, or read text: {problem}", nearest)
-
-
-def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
-    """Yield a sentence where tokens of the actor have other ids in another folder, or no row in its model."""
-    files = [Path(path).expanduser() / FILE for path in (actor_path, other_path)]
-    yield from _without_row(files[0], other_path)
+    files = [folder.path / FILE for folder in (actor, other)]
+    yield from _without_row(files[0], other)
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
     try:
-        actor, other = (_numbers(read_json_object(file)) for file in files)
+        ours, theirs = (_numbers(read_json_object(file)) for file in files)
     except (UnreadableFileError, ValueError, TypeError, KeyError):
         return  # the model folder's own loader reports it
-    different = {token for token, number in actor.items() if other.get(token) != number}
+    different = {token for token, number in ours.items() if theirs.get(token) != number}
     if different:
-        example = min(different, key=lambda token: actor[token])
+        example = min(different, key=lambda token: ours[token])
         yield (
-            f"{len(different)} of {len(actor)} have other ids or are missing in its {FILE}, the first is "
-            f"{example!r} ({actor[example]} in {actor_path}, {other.get(example)} there)"
+            f"{len(different)} of {len(ours)} have other ids or are missing in its {FILE}, the first is "
+            f"{example!r} ({ours[example]} in {actor.given}, {theirs.get(example)} there)"
         )
 
 
-def _without_row(file: Path, other_path: str) -> Iterable[str]:
+def _without_row(file: Path, other: ModelFolder) -> Iterable[str]:
     """Yield a sentence where a model has fewer rows than the actor's tokenizer has tokens. file: tokenizer.json."""
     try:
         num_tokens = max(_numbers(read_json_object(file)).values(), default=-1) + 1
     except (UnreadableFileError, ValueError, TypeError, KeyError):
         return  # the model folder's own loader reports it
-    size = model_facts(other_path).get("vocab_size")
+    size = other.facts.get("vocab_size")
     if isinstance(size, int) and size < num_tokens:
         yield f"the actor's tokenizer has {num_tokens} tokens, and vocab_size of its config.json is {size}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.config.keys import CORRECTION
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.schema import as_list
@@ -11,13 +12,13 @@ from megatron_rl.config.setting import Setting
 from megatron_rl.config.verl_compat.default_differences import verl_defaults
 from megatron_rl.config.verl_compat.key_rows import alike
 from megatron_rl.config.verl_compat.translate import Kind, Note
-from megatron_rl.planning.config_json import ConfigJsonError, feature_of, is_size, model_facts, read_config_json
+from megatron_rl.planning.config_json import feature_of, is_size
 from megatron_rl.planning.feature_rows import FEATURES
 from megatron_rl.planning.feature_rows.adapter_rows import ROUTED
 from megatron_rl.planning.features import CUDA
 from megatron_rl.planning.file_rules import columns_not_text
 from megatron_rl.planning.folder_checks import STARTING_POINTS
-from megatron_rl.planning.hub_cache import model_folder
+from megatron_rl.planning.hub_cache import model_facts, model_folder
 from megatron_rl.planning.length_rules import OVERRIDE
 from megatron_rl.planning.tokenizer_rules import different_tokens
 
@@ -52,8 +53,11 @@ def unread_models(settings: list[Setting]) -> list[str]:
     lines = []
     for path, keys in paths.items():
         try:
-            read_config_json(model_folder(path) / "config.json")
-        except (ConfigJsonError, OSError, RuntimeError) as error:
+            folder = model_folder(path)
+            _ = folder.settings
+        except UnreadableFileError as error:
+            lines.append(f"{', '.join(keys)}={path}: {folder.path}/{error}")
+        except (OSError, RuntimeError) as error:
             lines.append(f"{', '.join(keys)}={path}: {error}")
     return lines
 
@@ -157,7 +161,7 @@ def _reading(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
 def _other_tokens(actor: str, reward: str) -> bool:
     """Return True where the folders show that a reward model cannot read the actor's tokens."""
     sizes = {model_facts(path).get("vocab_size") for path in (actor, reward)} - {None}
-    return len(sizes) > 1 or any(different_tokens(str(model_folder(actor)), str(model_folder(reward))))
+    return len(sizes) > 1 or any(different_tokens(model_folder(actor), model_folder(reward)))
 
 
 def _longer(

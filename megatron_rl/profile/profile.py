@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError, WorkerFailure
-from megatron_rl.model.families import Model
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.planned_steps import PlannedSteps
 from megatron_rl.planning.run_plan import RunPlan
@@ -159,7 +159,7 @@ def _measure(task: MeasuringTask, folder: Path, ranks: Worlds, say: Callable[[st
 def _fitted(worlds: list[World], request: ProfileRequest, folder: Path) -> tuple[Hardware, list[float]]:
     dtype = probes.dtype_of(request.device)
     costs = {
-        layers: ModelCost.of(Model.read(str(folder / f"model_{layers}"))) for layers in (probes.SHALLOW, probes.DEEP)
+        layers: ModelCost.of(ModelFolder(folder / f"model_{layers}").model) for layers in (probes.SHALLOW, probes.DEEP)
     }
     probes_of_worlds = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
     together = next((world for world in worlds if world.task.world_size > 1 and world.task.kernels), None)

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES, MegatronConfig
 from megatron_rl.config.roles import Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import inside_of, text_settings
+from megatron_rl.model.families import inside_of
 
 LAYERS = "num_hidden_layers"
 
@@ -28,15 +29,15 @@ def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) ->
         counted = sum(getattr(layout_of(config, role), part) for part in COUNTED_PARTS)
         wanted = layers_per_stage * num_chunks(config, role) - counted
         target = folder / role.name
-        settings = read_settings(role.model_path)
-        num_layers = text_settings(settings)[LAYERS]
+        model = ModelFolder(role.model_path)
+        num_layers = model.settings[LAYERS]
         if num_layers < wanted:
             raise ConfigError(
                 f"--layers {layers_per_stage} makes {wanted} layers of role {role.name}, whose model has "
                 f"{num_layers}; try: leave --layers out"
             )
         target.mkdir(exist_ok=True)
-        (target / "config.json").write_text(json.dumps(cut_settings(settings, wanted)))
+        (target / "config.json").write_text(json.dumps(cut_settings(model.content, wanted)))
         overrides.setdefault(role.model_key, str(target))
         uneven = [name for name in UNEVEN_STAGES if role.is_trained and getattr(role.megatron, name) is not None]
         overrides |= {f"{role.key}.megatron.{name}": str(layers_per_stage) for name in uneven}
@@ -64,12 +65,6 @@ def cut_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     before = settings[LAYERS]
     per_layer = {key: value[:num_layers] for key, value in settings.items() if _is_per_layer(value, before)}
     return settings | per_layer | {LAYERS: num_layers}
-
-
-def read_settings(model_path: str) -> dict[str, Any]:
-    """Return the content of a model folder's config.json."""
-    settings: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
-    return settings
 
 
 def _is_per_layer(value: Any, num_layers: int) -> bool:

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.algorithms import distillation_reads
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.model.families import text_settings
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
-from megatron_rl.rehearse.fewer_layers import read_settings
 
 UNEVEN = (1.0, 0.4, 0.7, 0.25)
 """Lengths of rows as shares of the longest one, in turn."""
@@ -62,10 +61,10 @@ def of_teachers(config: RunConfig) -> dict[str, torch.Tensor]:
         if name == "teacher_log_probs":
             columns[name] = torch.zeros(1)
         elif name == "teacher_hidden":
-            width = max(text_settings(read_settings(role.model_path))["hidden_size"] for role in teachers)
+            width = max(ModelFolder(role.model_path).settings["hidden_size"] for role in teachers)
             columns[name] = torch.zeros(1, width, dtype=getattr(torch, teachers[0].megatron.dtype))
         else:
-            sizes = [text_settings(read_settings(role.model_path))["vocab_size"] for role in teachers]
+            sizes = [ModelFolder(role.model_path).settings["vocab_size"] for role in teachers]
             width = min(config.distillation.distillation_loss.topk, *sizes)
             columns[name] = torch.zeros(1, width, dtype=torch.int32 if name.endswith("_ids") else torch.float32)
     return columns
@@ -98,7 +97,7 @@ def synthetic_batch(
 
 def vocabulary_of(role: RoleSpec) -> int:
     """Return the number of tokens that a role's model has."""
-    size: int = text_settings(read_settings(role.model_path))["vocab_size"]
+    size: int = ModelFolder(role.model_path).settings["vocab_size"]
     return size
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.checkpoint.model_folder import ModelFolder, ModelFolders
 from megatron_rl.config.megatron import FORWARD_OPTIONS, OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -57,7 +56,7 @@ class Rank:
     environment: RankEnvironment
     timeout: timedelta
     ledger: MemoryLedger
-    folders: Mapping[str, ModelFolder]
+    folders: ModelFolders
 
     @property
     def node(self) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder
+from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder, ModelFolders
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
@@ -232,7 +232,7 @@ def scored_rows(spec: RoleSpec, answers: Batch) -> torch.Tensor | None:
 
 
 def text_readers(
-    config: RunConfig, folders: Mapping[str, ModelFolder], datasets: Sequence[PromptDataset]
+    config: RunConfig, folders: ModelFolders, datasets: Sequence[PromptDataset]
 ) -> tuple[dict[str, TextReader], list[str]]:
     """Return the readers of reward models with a tokenizer of their own, by role, and notes for the user.
 

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.json_files import UnreadableFileError, read_json_object
+from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.row_files import count_rows
 from megatron_rl.errors import ConfigError
@@ -66,7 +67,7 @@ def own_project(
     name: a kind of `TASK_KINDS`; None: as the expected answers suggest. files: to train on and to validate with.
     options: columns of prompts and expected answers, where they are given. Raises ConfigError.
     """
-    (train, val), source = files, model_folder(model)
+    (train, val), source = files, model_folder(model).path
     for option, file in (("--data", train), ("--val-data", val)):
         if file is not None:
             check_name(option, os.path.realpath(file))
@@ -189,7 +190,7 @@ def _rounded(tokens: int) -> int:
 def _positions(model: Path) -> int:
     """Tokens of the longest sequence of a model; of one whose config.json does not have it, any number."""
     try:
-        settings = read_json_object(model / "config.json")
+        settings = ModelFolder(model).settings
     except UnreadableFileError as error:
         raise ConfigError(f"{model} cannot be read: {error}") from error
     positions = settings.get("max_position_embeddings")

@@ -92,7 +92,7 @@ def write_project(
     try:
         train, val = whole / f"train{suffix}", whole / f"val{suffix}"
         if own is None:
-            write_questions(train, val, name, not is_tiny and has_template(model_folder(model)))
+            write_questions(train, val, name, not is_tiny and has_template(model_folder(model).path))
         elif own.val is None:
             split(own.train, held_out_rows(own.num_rows, MOST_HELD_OUT), train, val)
         else:
@@ -105,7 +105,7 @@ def write_project(
             whole / "output",
             num_gpus,
             is_tiny,
-            is_small(model_folder(model)),
+            is_small(model_folder(model).path),
             *(limits or (TASK_KINDS[name].prompt_tokens, TASK_KINDS[name].answer_tokens)),
             {} if own is None else own.keys,
         )
@@ -130,7 +130,7 @@ def write_questions(train: Path, val: Path, name: str, is_chat: bool) -> None:
 
 def choose_layout(file: Path, text: RunText) -> RunConfig:
     """Write run.yaml with the first layout or batch that will do, and return it. Raises ConfigError where none does."""
-    has_weights = any(model_folder(text.model).glob("*.safetensors"))
+    has_weights = any(model_folder(text.model).path.glob("*.safetensors"))
 
     def attempt(tp: int, pp: int, batch: BatchSize) -> tuple[RunConfig | None, Sequence[Violation]]:
         replace_file(file, text.text(tp, pp, batch).encode())

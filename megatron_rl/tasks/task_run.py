@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
@@ -62,12 +61,12 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     assert isinstance(config, TaskConfig)
     with ExitStack() as opened:
         placement = Placement.of(config)
-        folder = model_folders(config)[placement.leader.model_path]
+        folder = repairs.folders[placement.leader.model_path]
         tokenizer = folder.tokenizer
         with watching("reading of the examples"):
             data = TaskData(config, repairs.once("examples", partial(read_files, config, folder)))
         config = with_steps(config, len(data.train))
-        logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
+        logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config, repairs.folders))
         held_out = ValidationLoss(config, logger, repairs.stop)
         parts = (data, held_out, logger)
         kwargs = config.data.apply_chat_template_kwargs

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from published.ahead import seconds_ahead
 
-from megatron_rl.model.families import Model
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.planning.hardware import FOLDER, Hardware, load_hardware
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.time import BF16, LINK_EFFICIENCY, Estimator, Layout, ModelCost
@@ -101,7 +101,7 @@ def transfer_seconds(num_bytes: float, senders: int, rollout_tp: int, gpu: Hardw
 @cache
 def cost(name: str) -> ModelCost:
     """A model whose config.json comes with the project, or with these cases."""
-    return ModelCost.of(Model.read(str(next(folder / name for folder in MODELS if (folder / name).is_dir()))))
+    return ModelCost.of(ModelFolder(next(folder / name for folder in MODELS if (folder / name).is_dir())).model)
 
 
 @cache

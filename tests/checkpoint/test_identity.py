@@ -135,13 +135,13 @@ def test_a_changed_file_of_the_list_is_refused(tmp_path):
     assert unlike_the_list(folder) == [] and identity(folder) == before | {
         "weight files": {"part-0.safetensors": digest}
     }
-    assert FolderFiles.read(folder).faults == []
+    assert FolderFiles.read(ModelFolder(folder)).faults == []
     data = bytearray((folder / "part-0.safetensors").read_bytes())
     data[-100] ^= 1
     (folder / "part-0.safetensors").write_bytes(data)
     changed = hashlib.sha256(data).hexdigest()
     rule = f"part-0.safetensors has the SHA-256 {changed[:12]}..., and SHA256SUMS says {digest[:12]}...: copy it again"
-    assert unlike_the_list(folder) == FolderFiles.read(folder).faults == [rule]
+    assert unlike_the_list(folder) == FolderFiles.read(ModelFolder(folder)).faults == [rule]
     assert identity(folder)["weights"] == before["weights"]
     save_file({"more": torch.zeros(1)}, folder / "more.safetensors")
     (folder / "tokenizer.json").unlink()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import random_batch, run_config
 from updates import NUM_ROWS, OPTIMIZER, collected, relative
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 RANK, ALPHA = 4, 10.0
@@ -222,11 +223,10 @@ def check(results: list[dict], oracle: Oracle) -> None:
     """
     from megatron_rl.checkpoint.hf_tensors import hf_tensors
     from megatron_rl.config.lora import LoraConfig
-    from megatron_rl.model.families import Model
     from megatron_rl.model.families.adapter_params import adapter_specs
 
     lora = LoraConfig(rank=RANK, target_modules=oracle.targets, exclude_modules=oracle.excluded)
-    specs = adapter_specs(Model.read(oracle.model_path).specs, lora)
+    specs = adapter_specs(ModelFolder(oracle.model_path).model.specs, lora)
     assert {tensor.name for tensor in hf_tensors(specs)} == oracle.file.keys()
     for field in ("log_probs", "base_log_probs", "log_probs_after"):
         assert relative(collected(results, field), getattr(oracle, field)) < 1e-5, field

@@ -32,6 +32,7 @@ from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 from tiny_vision import save_gemma3_vision, save_qwen3_5_vision, save_qwen25_vl
 from updates import NUM_ROWS
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -227,13 +228,12 @@ def fresh_rank(config) -> dict:
 def test_new_adapters_are_the_reference(oracle: Oracle) -> None:
     """KL is exactly 0 before the first update, the reference takes no memory, and A does not depend on the layout."""
     from megatron_rl.config.lora import LoraConfig
-    from megatron_rl.model.families import Model
     from megatron_rl.model.families.adapter_params import adapter_specs
 
     keys = {"actor_rollout_ref__model__lora__rank": RANK}
     alone = run_ranks(1, fresh_rank, run_config(oracle.model_path, 1, 1, **keys))
     cut = run_ranks(2, fresh_rank, run_config(oracle.model_path, 2, 1, **keys))
-    specs = adapter_specs(Model.read(oracle.model_path).specs, LoraConfig(rank=RANK))
+    specs = adapter_specs(ModelFolder(oracle.model_path).model.specs, LoraConfig(rank=RANK))
     for results in (alone, cut):
         assert all(torch.equal(*r["scores"]) and not r["memory"] for r in results)
     whole, others = (whole_adapters(results, "held", specs) for results in (alone, cut))

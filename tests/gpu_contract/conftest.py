@@ -29,11 +29,11 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def cuda_arguments(moe_folder: str) -> dict[str, Any]:
     """What `LLM` is called with on CUDA, for a rollout of one rank in bfloat16."""
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.config.rollout_keys import RolloutConfig
-    from megatron_rl.model.families import Model
     from megatron_rl.rollout.arguments import engine_arguments
 
-    config, attention = RolloutConfig(tensor_model_parallel_size=1), Model.read(moe_folder).attention
+    config, attention = RolloutConfig(tensor_model_parallel_size=1), ModelFolder(moe_folder).model.attention
     return engine_arguments("cuda", moe_folder, config, 64, "bfloat16", 1, {}, attention)
 
 

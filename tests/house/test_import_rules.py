@@ -105,8 +105,8 @@ ROOMS: dict[str, set[str]] = {
     "port": {"errors", "config", "planning", "user_code", "cluster.programs", "cluster.stale_processes"},
     "starter": {"errors", "config", "observe", "data", "checkpoint", "planning"},
     "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"} | {"cluster.programs"},
-    "profile": GROUND | {"planning", "model", "roles", "cluster", "trials"},
-    "rehearse": GROUND | {"planning", "parallel", "model", "hybrid_engine", "roles", "cluster"},
+    "profile": GROUND | {"checkpoint", "planning", "model", "roles", "cluster", "trials"},
+    "rehearse": GROUND | {"checkpoint", "planning", "parallel", "model", "hybrid_engine", "roles", "cluster"},
     "cli": GROUND
     | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}

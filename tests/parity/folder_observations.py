@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from scenarios import Runs, Scenario
 from tiny_models import random_batch, run_config
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.controller.report import hf_sampled_logits, refuse_unreadable
 from megatron_rl.planning.folder_checks import read_model_folder
@@ -82,7 +83,7 @@ def rows_of(logits: torch.Tensor, dp_rank: int, dp_size: int) -> torch.Tensor:
 
 def assert_same_folder(exported: Path, original: Path) -> None:
     """The same tensors to the last bit, in several files, in the dtype that config.json says; a run starts from it."""
-    assert read_model_folder("model", str(exported))[1] == []
+    assert read_model_folder("model", ModelFolder(exported))[1] == []
     files = sorted(file.name for file in exported.glob("*.safetensors"))
     weight_map = json.loads((exported / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 2 and set(weight_map.values()) == set(files)

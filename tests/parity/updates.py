@@ -29,6 +29,7 @@ import torch
 from ranks import run_ranks
 from tiny_models import random_batch, run_config
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.schema import RunConfig
 
@@ -87,11 +88,10 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
 def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
     """Unsharded, unfused weights under HF names (the value head as a classifier's)."""
     from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
-    from megatron_rl.model.families import Model
 
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
     has_mtp = any(name.startswith("mtp_layer.") for weights in held.values() for name in weights)
-    model = replace(Model.read(model_path), has_mtp=has_mtp)
+    model = replace(ModelFolder(model_path).model, has_mtp=has_mtp)
     specs = {"actor": model.specs, "critic": model.value_specs}[role]
     places = {rank: r["place"] for rank, r in enumerate(results)}
     whole = {}

@@ -14,7 +14,6 @@ from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.model_folder import ModelFolder, end_tokens
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES, Family, Model, rollout_settings
-from megatron_rl.planning.config_json import read_config_json
 from megatron_rl.planning.folder_checks import SIZES, read_model_folder
 
 NESTED = ("rope_parameters", "text_config")
@@ -74,12 +73,12 @@ def test_what_a_config_json_leaves_out_has_transformers_default(family: Family, 
     whole, refused = whole_settings(family), set()
     for key, settings in [("", whole), *without_one(whole)]:
         (tmp_path / "config.json").write_text(json.dumps(settings))
-        sizes, problems = read_model_folder("model", str(tmp_path), config_only=True)
+        sizes, problems = read_model_folder("model", ModelFolder(tmp_path), config_only=True)
         if problems or sizes is None:
             assert key, problems
             refused.add(key.removeprefix("text_config."))
             continue
-        ours = facts(family, read_config_json(tmp_path / "config.json"), tmp_path)
+        ours = facts(family, ModelFolder(tmp_path).settings, tmp_path)
         assert ours == facts(family, ModelFolder(tmp_path).language_config.to_dict(), tmp_path), key
         assert sizes.parts.shape == ours["shape"]
     assert refused <= required(family)
@@ -92,12 +91,12 @@ def test_a_null_is_read_as_by_transformers_or_refused(family: Family, tmp_path: 
     for key in ("rms_norm_eps", *family.text.defaults):
         inside = {} if family.inside is None else {family.inside.key: whole[family.inside.key] | {key: None}}
         (tmp_path / "config.json").write_text(json.dumps(whole | (inside or {key: None})))
-        _, problems = read_model_folder("model", str(tmp_path), config_only=True)
+        _, problems = read_model_folder("model", ModelFolder(tmp_path), config_only=True)
         try:
             theirs = ModelFolder(tmp_path).language_config.to_dict()
         except ConfigError as error:
             assert str(error).startswith("transformers cannot read")
             assert problems or LATER.get(family.architecture) == key, key
             continue
-        ours = read_config_json(tmp_path / "config.json")
+        ours = ModelFolder(tmp_path).settings
         assert problems or facts(family, ours, tmp_path) == facts(family, theirs, tmp_path), key

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import shown
-from megatron_rl.model.families import Model
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.layout_search.pools import Pools
 from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
@@ -154,7 +154,7 @@ def test_an_update_spares_the_gradients_of_weights():
 
     Would not catch kernels that adapters add on GPUs.
     """
-    model = Model.read("configs/models/qwen2.5-7b")
+    model = ModelFolder("configs/models/qwen2.5-7b").model
     full, cost = ModelCost.of(model), ModelCost.of(model, LoraConfig(RANK))
     assert full.update_flops(0) == 6 * full.matrix_params
     assert cost.update_flops(0) == 4 * full.matrix_params + 6 * 80_740_352

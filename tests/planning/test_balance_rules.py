@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from model_folders import EXPERTS, problems, write_model
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.planning.option_rules import option_problems
 
@@ -68,7 +69,7 @@ def test_a_family_with_a_bias(moe_config, tmp_path):
     """GLM-4.5 has one. Would not catch a bias that the engine does not read."""
     settings = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 32}
     path = write_model(tmp_path / "model", **EXPERTS | settings | {"architectures": ["Glm4MoeForCausalLM"]})
-    sizes, found = read_model_folder("model", path)
+    sizes, found = read_model_folder("model", ModelFolder(path))
     assert found == [] and sizes is not None and sizes.has_expert_bias
     config = json.loads(Path(path, "config.json").read_text())
     assert sizes.parts.shape.attention.turned == 16 and config["head_dim"] == 32

@@ -12,12 +12,12 @@ import torch
 from model_folders import problems, safetensors, write_model, write_prompts
 from safetensors.torch import save_file
 
+from megatron_rl.checkpoint.model_folder import LARGEST_CONFIG, ModelFolder
 from megatron_rl.checkpoint.weight_files import read_header, read_weight_files
 from megatron_rl.config.load import load_config
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.data.row_files import column_forms
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.config_json import LARGEST_FILE
 from megatron_rl.planning.file_rules import make_folders
 from megatron_rl.planning.folder_files import FolderFiles, end_token_notes
 from megatron_rl.planning.preflight import preflight
@@ -56,9 +56,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "origina
 def test_damaged_files_of_a_folder(tmp_path, file, content, said):
     """Beside whole ones. Would not catch damage inside of a tensor, which no header tells."""
     folder = Path(write_model(tmp_path / "model"))
-    assert FolderFiles.read(folder).faults == []
+    assert FolderFiles.read(ModelFolder(folder)).faults == []
     (folder / file).write_bytes(content)
-    (fault,) = FolderFiles.read(folder).faults
+    (fault,) = FolderFiles.read(ModelFolder(folder)).faults
     assert said in fault and fault.startswith(file)
 
 
@@ -81,7 +81,7 @@ def test_headers_are_those_that_the_library_writes(tmp_path):
         ("[" * 100_000, "is not valid JSON"),
         ("\ufeff{}", "is not valid JSON"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
-        (" " * LARGEST_FILE + "{}", f"bytes, and at most {LARGEST_FILE} are read"),
+        (" " * LARGEST_CONFIG + "{}", f"bytes, and at most {LARGEST_CONFIG} are read"),
         ({"vocab_size": 2**31}, "vocab_size=2147483648 of"),
         ({"num_hidden_layers": 10**18}, "must be <= 10000"),
         ({"head_dim": 10**12}, "must be <= 16777216"),
@@ -125,7 +125,7 @@ def test_a_strange_vocabulary_is_none(tmp_path, vocabulary):
     """The tokenizer's own loader refuses it. Would not catch numbers that are too large, which preflight compares."""
     folder = Path(write_model(tmp_path / "model"))
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
-    assert FolderFiles.read(folder).tokens == {}
+    assert FolderFiles.read(ModelFolder(folder)).tokens == {}
 
 
 @pytest.mark.timeout(60)
@@ -192,7 +192,7 @@ def test_files_that_name_different_end_tokens(tmp_path, declared, is_said):
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<e>"}}')
     model = {"type": "WordLevel", "vocab": {"a": 2}, "unk_token": "a"}
     (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": [{"content": "<e>", "id": 1}]}))
-    notes = end_token_notes(str(folder))
+    notes = end_token_notes(ModelFolder(folder))
     assert len(notes) == is_said and all("its tokenizer <e> (1), its generation_config.json" in note for note in notes)
 
 

@@ -9,6 +9,7 @@ import pytest
 from model_folders import EXPERTS, TOKENIZER, problems, set_experts, write_model, write_tensors
 from test_model_folder import LATENT
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planning.folder_checks import read_model_folder
 
@@ -68,11 +69,11 @@ def test_layers_that_predict_several_tokens_are_carried(tmp_path):
     for changes, count in (({"num_nextn_predict_layers": 1}, 0), ({}, 1), ({"num_nextn_predict_layers": 0}, 1)):
         folder = Path(write_model(tmp_path / "model", **LATENT, **changes))
         write_tensors(folder / WEIGHTS, {NORM: "BF16"} | dict.fromkeys(names, "I8"))
-        sizes, found = read_model_folder("key", str(folder))
+        sizes, found = read_model_folder("key", ModelFolder(folder))
         assert len(found) == count, found
     folder = Path(write_model(folder, **LATENT, num_nextn_predict_layers=1))
     write_tensors(folder / WEIGHTS, dict.fromkeys(names, "BF16"))
-    sizes, _ = read_model_folder("key", str(folder))
+    sizes, _ = read_model_folder("key", ModelFolder(folder))
     assert sizes.unread == (
         f"these tensors of {folder} are not read: {', '.join(names[:3])} and 1 more, of 64 bytes, which exports of the "
         "language model write again"
@@ -93,7 +94,7 @@ def test_other_heads_and_buffers_are_left(tmp_path, architecture, names, said):
     """A folder may have been of another role. Would not catch a head under a name that nobody uses."""
     folder = Path(write_model(tmp_path / "model", architectures=[architecture], id2label={"0": "a"}))
     write_tensors(folder / WEIGHTS, dict.fromkeys(names, "F32"))
-    sizes, found = read_model_folder("key", str(folder), FAMILIES | REWARD_FAMILIES)
+    sizes, found = read_model_folder("key", ModelFolder(folder), FAMILIES | REWARD_FAMILIES)
     assert found == [] and (sizes.unread is None if said is None else said in sizes.unread)
 
 
@@ -101,7 +102,7 @@ def test_a_reward_models_own_head_is_one_weight(tmp_path):
     """Its bias would be left without a word. Would not catch a head of two rows, whose shape is compared later."""
     folder = Path(write_model(tmp_path / "model", architectures=["Qwen2ForSequenceClassification"], num_labels=1))
     write_tensors(folder / WEIGHTS, {"score.weight": "F32", "score.bias": "F32"})
-    (problem,) = read_model_folder("key", str(folder), REWARD_FAMILIES)[1]
+    (problem,) = read_model_folder("key", ModelFolder(folder), REWARD_FAMILIES)[1]
     assert "and holds score.bias" in str(problem)
 
 

@@ -9,7 +9,8 @@ import pytest
 from model_folders import TOKENIZER, problems, write_tensors
 
 from megatron_rl.checkpoint.hf_folder import with_dtype
-from megatron_rl.model.families import FAMILIES, Model, placed_settings, rollout_settings, text_settings
+from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.model.families import FAMILIES, placed_settings, rollout_settings, text_settings
 from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.rehearse.fewer_layers import cut_settings
 
@@ -67,13 +68,13 @@ def changed(**text) -> dict:
 def test_the_language_model_is_read_and_the_rest_is_carried(tmp_path, settings, tensors):
     """Sizes, and a line about what is carried. Would not catch a tensor that lies under both names."""
     path = write_folder(tmp_path / "model", settings, tensors)
-    sizes, found = read_model_folder("key", path)
+    sizes, found = read_model_folder("key", ModelFolder(path))
     assert found == [] and sizes.unread == (
         f"these tensors of {path} are not read: {list(tensors)[-1]}, of 16 bytes, which exports of the language model "
         "write again"
     )
     assert (sizes.num_hidden_layers, sizes.vocab_size, sizes.num_attention_heads) == (6, 100, 12)
-    assert Model.read(path).num_params == sizes.parts.num_params > 6 * 384 * 384
+    assert ModelFolder(path).model.num_params == sizes.parts.num_params > 6 * 384 * 384
 
 
 @pytest.mark.parametrize(
@@ -91,14 +92,16 @@ def test_the_language_model_is_read_and_the_rest_is_carried(tmp_path, settings, 
 )
 def test_what_does_not_fit_is_refused(tmp_path, settings, rule):
     """Of the whole and of the language model inside. Would not catch a vision tower that does not fit."""
-    _, found = read_model_folder("key", write_folder(tmp_path / "model", settings, {NORM: "F32"}))
+    _, found = read_model_folder("key", ModelFolder(write_folder(tmp_path / "model", settings, {NORM: "F32"})))
     assert [rule in str(one) for one in found] == [True], [str(one) for one in found]
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "visual.blocks.0.norm1.weight", "model.x"])
 def test_names_of_another_layout_are_refused(tmp_path, name):
     """By the beginning that they should have. Would not catch a folder with both."""
-    _, (problem,) = read_model_folder("key", write_folder(tmp_path / "model", QWEN3, {NORM: "F32", name: "F32"}))
+    _, (problem,) = read_model_folder(
+        "key", ModelFolder(write_folder(tmp_path / "model", QWEN3, {NORM: "F32", name: "F32"}))
+    )
     assert f"must hold no weights that its config.json does not imply, and holds {name}" in str(problem)
     assert "those of its language model begin with model.language_model." in str(problem)
 

@@ -8,6 +8,7 @@ import json
 import pytest
 from model_folders import EXPERTS, problems, set_experts, write_model
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.reward_keys import RewardModelModelConfig, ScoringModelConfig
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 from megatron_rl.planning.folder_checks import read_model_folder
@@ -54,7 +55,7 @@ GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tan
 def test_gemma_folders(config, tmp_path, changes, expected):
     """Windows that cut something off are right here. Would not catch a key that transformers renames."""
     path = write_model(tmp_path / "model", **GEMMA | changes)
-    _, found = read_model_folder("model", path)
+    _, found = read_model_folder("model", ModelFolder(path))
     assert [expected in str(one) for one in found] == ([] if expected is None else [True])
 
 
@@ -81,7 +82,7 @@ def test_experts_that_cannot_be_trained(moe_config, tmp_path, changes, expected)
 def test_either_name_of_the_number_of_experts(moe_config, tmp_path):
     """transformers 4 and 5. Would not catch a third name."""
     named = {name: value for name, value in EXPERTS.items() if name != "num_experts"} | {"num_local_experts": 8}
-    sizes, problems = read_model_folder("model", write_model(tmp_path / "model", **named))
+    sizes, problems = read_model_folder("model", ModelFolder(write_model(tmp_path / "model", **named)))
     assert not problems and (sizes.num_experts, sizes.moe_intermediate_size) == (8, 20)
 
 
@@ -339,7 +340,7 @@ def test_latent_attention_that_can_be_trained(moe_config, tmp_path):
     for changes in ({}, {"q_lora_rank": None}, {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}):
         write_model(tmp_path / "model", **LATENT | changes)
         assert problems(moe_config) == []
-    sizes, _ = read_model_folder("model", write_model(tmp_path / "model", **LATENT))
+    sizes, _ = read_model_folder("model", ModelFolder(write_model(tmp_path / "model", **LATENT)))
     assert (sizes.parts.shape.head_size, sizes.attention.cached, sizes.num_key_value_heads) == (96, 576, 12)
     assert (
         sizes.tp_divides["n_shared_experts * moe_intermediate_size"] == 40

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from model_folders import EXPERTS, problems, write_model, write_tensors
 
-from megatron_rl.model.families import Model
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.model.families.mtp_params import mtp_map
 from megatron_rl.planning.memory import plan_stages
 from megatron_rl.planning.run_models import RunModels
@@ -44,7 +44,7 @@ def guessing(config):
 
 def write_layer(folder: Path, lacking: str = "nothing") -> None:
     """Tensors of one element under the names of the layer's, without those that end so."""
-    model = Model.read(str(folder))
+    model = ModelFolder(str(folder)).model
     specs = mtp_map(model.family, model.shape).values()
     names = {name.format(expert=n) for spec in specs for name in spec.hf_names for n in range(8)}
     names.add("model.layers.6.mlp.gate.e_score_correction_bias")
@@ -100,7 +100,7 @@ def test_a_plan_counts_the_layer_once(guessing):
             for stage in stages
         ]
 
-    model = Model.read(shared.model.path)
+    model = ModelFolder(shared.model.path).model
     numel = sum(spec.tensor.numel for spec in mtp_map(model.family, model.shape).values())
     frozen = held()
     shared.actor.mtp_loss_scaling_factor = 0.1

@@ -11,8 +11,9 @@ import transformers
 from ranks import run_ranks
 from transformers import PreTrainedConfig, Qwen2MoeConfig, Qwen3_5MoeTextConfig, Qwen3NextConfig
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.model.families import Model, family_of, param_map, shape_of, value_param_map
+from megatron_rl.model.families import family_of, param_map, shape_of, value_param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
@@ -125,7 +126,7 @@ def test_models_with_linear_layers_have_transformers_parameters(name, published,
     config, architecture = DELTA[name]
     with torch.device("meta"):
         model = getattr(transformers, architecture)(config(architectures=[architecture]))
-    read = Model.read(str(delta_folder(tmp_path / name, config, architecture)))
+    read = ModelFolder(str(delta_folder(tmp_path / name, config, architecture))).model
     assert read.num_params == sum(parameter.numel() for parameter in model.parameters()) == published
 
 

@@ -181,13 +181,13 @@ def write(folder, settings) -> str:
 def test_published_folders_are_accepted_with_transformers_number_of_parameters(name, tmp_path):
     """Exact, against transformers' model on meta. Would not catch a tensor in another's place."""
     path = write(tmp_path / "model", PUBLISHED[name])
-    sizes, problems = read_model_folder(KEY, path, config_only=True)
+    sizes, problems = read_model_folder(KEY, ModelFolder(path), config_only=True)
     assert problems == [] and sizes is not None
     settings = ModelFolder(path).hf_config
     with torch.device("meta"):
         model = getattr(transformers, settings.architectures[0])(settings)
     count = sum(parameter.numel() for parameter in model.parameters())  # a tied matrix once
-    assert Model.read(path).num_params == Model.of(settings.to_dict()).num_params == count
+    assert ModelFolder(path).model.num_params == Model.of(settings.to_dict()).num_params == count
     assert round(count / 1e9, 1) == BILLIONS[name]
 
 
@@ -232,14 +232,14 @@ def test_a_kimi_folder_is_saved_as_transformers_reads_it(tmp_path):
 def test_what_differs_from_them_is_refused(name, changes, said, tmp_path):
     """One fault each. Would not catch two that hide each other."""
     path = write(tmp_path / "model", PUBLISHED[name] | changes)
-    _, problems = read_model_folder(KEY, path, config_only=True)
+    _, problems = read_model_folder(KEY, ModelFolder(path), config_only=True)
     assert [said in str(problem) for problem in problems] == [True]
 
 
 def test_experts_beside_an_mlp_are_refused_with_their_reason(tmp_path):
     """Gemma-4 26B-A4B. Would not catch a number of experts that transformers ignores."""
     path = write(tmp_path / "model", GEMMA_4 | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8})
-    _, problems = read_model_folder(KEY, path, config_only=True)
+    _, problems = read_model_folder(KEY, ModelFolder(path), config_only=True)
     assert len(problems) == 2 and all(
         "experts in parallel with a dense MLP, as in 26B-A4B" in str(each) for each in problems
     )
@@ -248,13 +248,13 @@ def test_experts_beside_an_mlp_are_refused_with_their_reason(tmp_path):
 def test_embeddings_of_every_layer_are_transformers_default(tmp_path):
     """So a config.json without the key is refused, too. Would not catch another default of a later version."""
     settings = {name: value for name, value in GEMMA_4.items() if name != "hidden_size_per_layer_input"}
-    _, problems = read_model_folder(KEY, write(tmp_path / "model", settings), config_only=True)
+    _, problems = read_model_folder(KEY, ModelFolder(write(tmp_path / "model", settings)), config_only=True)
     assert [str(problem).startswith("hidden_size_per_layer_input=256 of") for problem in problems] == [True]
 
 
 def test_tp_divides_both_numbers_of_heads(tmp_path):
     """Gemma-4 31B has 16 heads of keys in most layers and 4 in the others. Would not catch a layout that ignores it."""
-    sizes, _ = read_model_folder(KEY, write(tmp_path / "model", GEMMA_4), config_only=True)
+    sizes, _ = read_model_folder(KEY, ModelFolder(write(tmp_path / "model", GEMMA_4)), config_only=True)
     assert sizes.tp_divides["num_global_key_value_heads"] == 4 and sizes.max_tp == 4
     wide, usual = sizes.parts.layers[5].attention, sizes.parts.layers[0].attention
     assert (wide.head_size, wide.num_kv_heads, wide.values_are_keys, wide.window) == (512, 4, True, None)
@@ -278,5 +278,5 @@ def test_a_tokenizer_that_is_code_is_refused_by_its_name(tmp_path):
     assert lacking_in(tmp_path / "model") == []
     (tmp_path / "model" / "tokenizer.json").unlink()
     (tmp_path / "model" / "tokenization_kimi.py").write_text("")
-    _, problems = read_model_folder(KEY, path)
+    _, problems = read_model_folder(KEY, ModelFolder(path))
     assert any("tokenization_kimi.py" in str(each) and "no code of a folder is run" in str(each) for each in problems)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from model_folders import problems, write_model
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import roles_of
 from megatron_rl.planning.tokenizer_rules import different_tokens
 
@@ -55,7 +56,7 @@ def test_a_model_must_have_a_row_for_each_token(tmp_path, num_rows, is_said):
     folders = write_model(tmp_path / "actor"), write_model(tmp_path / "other", vocab_size=num_rows)
     for folder in folders:
         (Path(folder) / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 59}}}))
-    said = list(different_tokens(*folders))
+    said = list(different_tokens(*map(ModelFolder, folders)))
     assert len(said) == is_said
     assert all("has 60 tokens, and vocab_size of its config.json is 59" in sentence for sentence in said)
 

@@ -7,6 +7,7 @@ import re
 import pytest
 from model_folders import EXPERTS, write_model
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES, family_of
 from megatron_rl.model.families.refused import REFUSED, refusal_of
@@ -35,7 +36,7 @@ def test_what_is_missing_is_said_by_name(architecture, tmp_path):
     with pytest.raises(ConfigError, match=f"needs .*{re.escape(needs)}.*; try: {nearest}; known: "):
         family_of([architecture])
     path = write_model(tmp_path / "model", **EXPERTS | {"architectures": [architecture]})
-    sizes, (problem,) = read_model_folder("actor_rollout_ref.model.path", path)
+    sizes, (problem,) = read_model_folder("actor_rollout_ref.model.path", ModelFolder(path))
     assert sizes is None and problem.nearest == {"architectures": [nearest]}
     assert f"{architecture} needs" in problem.hint and needs in problem.hint
 

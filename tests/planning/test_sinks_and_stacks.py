@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from model_folders import problems, write_model, write_tensors
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.planning.folder_checks import read_model_folder
 
 YARN = {
@@ -111,7 +112,7 @@ def test_codes_are_unpacked_and_that_is_said(tmp_path) -> None:
     """One line, of stacks alone, where config.json speaks of 4 bits. Would not catch codes of another format."""
     folder = Path(write_model(tmp_path / "model", **SINKS | FOUR_BITS))
     write_tensors(folder / "model.safetensors", CODES | {"model.norm.weight": "BF16"})
-    sizes, faults = read_model_folder("model", str(folder))
+    sizes, faults = read_model_folder("model", ModelFolder(folder))
     assert faults == [] and sizes.unread is None
     assert sizes.unpacked == (
         f"of {folder} 1 tensors are in 4 bits (MXFP4): they are unpacked when they are read, and exports have them "
@@ -132,7 +133,7 @@ def test_other_bytes_are_refused(tmp_path, settings, types, expected) -> None:
     """Without a word in config.json, of other types, of other tensors. Would not catch codes of the wrong shape."""
     folder = Path(write_model(tmp_path / "model", **settings))
     write_tensors(folder / "model.safetensors", types)
-    _, (fault,) = read_model_folder("model", str(folder))
+    _, (fault,) = read_model_folder("model", ModelFolder(folder))
     assert expected in str(fault)
 
 
@@ -140,5 +141,5 @@ def test_no_line_without_codes(tmp_path) -> None:
     """A folder whose weights are floats already. Would not catch a config.json that lies."""
     folder = write_model(tmp_path / "model", **SINKS | FOUR_BITS)
     assert json.loads(Path(folder, "config.json").read_text())["quantization_config"]
-    sizes, _ = read_model_folder("model", folder)
+    sizes, _ = read_model_folder("model", ModelFolder(folder))
     assert sizes.unpacked is None

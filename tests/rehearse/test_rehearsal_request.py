@@ -8,6 +8,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
@@ -16,7 +17,7 @@ from megatron_rl.planning.memory import plan_stages
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.rehearse import rehearsal
 from megatron_rl.rehearse.comparison import beyond, peaks_of
-from megatron_rl.rehearse.fewer_layers import cut_settings, read_settings, with_fewer_layers
+from megatron_rl.rehearse.fewer_layers import cut_settings, with_fewer_layers
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, chosen_ranks
 from megatron_rl.rehearse.synthetic_batches import UNEVEN, lengths_of, num_rows, synthetic_batch
 
@@ -91,9 +92,9 @@ def test_a_shortened_run_has_layers_for_every_chunk(config, tmp_path):
     overrides = with_fewer_layers(config, 2, tmp_path)
     paths = dict(text.split("=") for text in overrides)
     assert set(paths) == {"actor_rollout_ref.model.path", "critic.model.path"}
-    before = read_settings(config.actor_rollout_ref.model.path)
+    before = ModelFolder(config.actor_rollout_ref.model.path).content
     for path in paths.values():
-        assert read_settings(path) == before | {"num_hidden_layers": 8}
+        assert ModelFolder(path).content == before | {"num_hidden_layers": 8}
     with pytest.raises(ConfigError, match="--layers 21 makes 84 layers of role actor, whose model has 80"):
         with_fewer_layers(config, 21, tmp_path)
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from sweeps import WEEKLY, marks_of
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cluster.stale_processes import living
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
-from megatron_rl.rehearse.fewer_layers import read_settings
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = "configs/llama3_70b_ppo.yaml"
@@ -215,9 +215,9 @@ NARROW_QWEN3_5 = {
 SHORT = {"num_hidden_layers": 2, "vocab_size": 20480, "eos_token_id": 2, "pad_token_id": 1}
 LONG_SHAPES = {
     "kimi-k2": lambda: KIMI,
-    "gpt-oss": lambda: read_settings(f"{REPOSITORY}/configs/models/gpt-oss-20b") | NARROW_GPT_OSS | SHORT,
+    "gpt-oss": lambda: ModelFolder(f"{REPOSITORY}/configs/models/gpt-oss-20b").content | NARROW_GPT_OSS | SHORT,
     "qwen3.5": lambda: {
-        **(whole := read_settings(f"{REPOSITORY}/configs/models/qwen3.5-35b-a3b")),
+        **(whole := ModelFolder(f"{REPOSITORY}/configs/models/qwen3.5-35b-a3b").content),
         "text_config": whole["text_config"] | NARROW_QWEN3_5 | SHORT,
     },
 }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.model.families.family import Family
@@ -38,11 +36,6 @@ class Model:
         """
         settings = text_settings(settings)
         return cls(family_of(settings["architectures"]), shape_of(settings))
-
-    @classmethod
-    def read(cls, path: str) -> Model:
-        """Read a folder's config.json, which preflight has accepted."""
-        return cls.of(json.loads((Path(path).expanduser() / "config.json").read_text()))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

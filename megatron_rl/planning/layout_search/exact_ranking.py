@@ -112,7 +112,7 @@ class Finalists:
         return (trainer.grid, trainer.shape, drawer is trainer, drawer.shape, drawer.generation.tp)
 
     def _models(self, config: RunConfig) -> RunModels:
-        models = BoundedModels(config, self._first)
+        models = BoundedModels(config, variant_of=self._first)
         self._first = self._first or models
         return models
 
