@@ -1,18 +1,22 @@
-"""Roles of other pools that take the policy's weights: both ends of their weight transfers.
+"""Roles of other pools that take the policy's weights: the policy's ends of all weight transfers, and its followers'.
 
-The policy sends its trained weights, without a multi-token prediction layer; with adapters, these alone. A role that
-follows has a training layout of its own. Weights arrive in memory that is allocated for a transfer alone, are compared
-with those that were sent, and only then mixed in: a broken transfer leaves the role as it was.
+For generation the policy sends what that reads; the other end is in `received_weights.py`. To a role that follows it
+sends its trained weights, without a multi-token prediction layer; with adapters, these alone. Such a role has a
+training layout of its own. Weights arrive in memory that is allocated for a transfer alone, are compared with those
+that were sent, and only then mixed in: a broken transfer leaves the role as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
 
 from megatron_rl.config.roles import Following, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
+from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.read_model import ReadModel, ScoringRole
@@ -21,8 +25,9 @@ from megatron_rl.roles.transfer_address import TransferAddress, TransferStore, j
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
+    from megatron_rl.hybrid_engine.composed_weights import OwnMemory
     from megatron_rl.hybrid_engine.streams import Constants
-    from megatron_rl.hybrid_engine.weight_transfer import ReceiveReport, SendReport, WeightSender
+    from megatron_rl.hybrid_engine.weight_transfer import ReceiveReport, SendAttempt, SendReport, WeightSender
     from megatron_rl.parallel.sharding import LogicalTensor
     from megatron_rl.roles.model_source import ModelSource, UnloadedModel
     from megatron_rl.roles.role_checkpoint import ReferenceCheckpoint
@@ -119,6 +124,121 @@ class FollowedPolicy(TrainedRole):
         if a rank is lost.
         """
         return self.send_over(self.followers[follower], version)
+
+
+class SampledPolicy(FollowedPolicy):
+    """A trained language model whose weights generation reads, also in other pools than its own."""
+
+    def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
+        super().__init__(spec, rank, source, model)
+        # On rank 0: the weight transfer's store, and older ones that ranks may still use.
+        self.transfer_stores: list[TransferStore] = []
+        self.sending = SendingEnd()
+        self.made: Sequence[OwnMemory] = ()  # what is sent that is made of the weights
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of what is trained, and of the weights that were sent last where only changes are sent."""
+        sender = self.sending.sender
+        sent = {} if sender is None or not sender.kept_bytes else {SENT_LAST: sender.kept_bytes}
+        return super().memory() | sent
+
+    @remote_method(Dispatch.RANK_ZERO)
+    def offer_transfer(self, num_receivers: int) -> TransferAddress:
+        """Serve a store through which both sides connect, a new one after ranks were lost; returns its address.
+
+        Ranks that listen at an older store stop.
+        """
+        for left in self.transfer_stores:
+            left.close()
+        self.transfer_stores.append(TransferStore(self.rank, num_receivers))
+        return self.transfer_stores[-1].address
+
+    @remote_method(Dispatch.ONE_TO_ALL)
+    def join_transfer(self, address: TransferAddress) -> str:
+        """Build this pool's end of the weight transfer in place of an older one; returns "", or the reason if a rank
+        was lost.
+
+        Collective over both sides, with the rollout's `join_transfer`. All training ranks return the same.
+        """
+        from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError
+
+        if self.sending.sender is not None:
+            self.sending.sender.close()
+        broken = ""
+        try:
+            self._join(address)
+        except BrokenTransferError as error:
+            broken = str(error)
+        return self._agreed(broken)
+
+    def _join(self, address: TransferAddress) -> None:
+        from megatron_rl.model.families import tensors_of
+        from megatron_rl.roles.eight_bit_views import EightBitShards
+        from megatron_rl.roles.flat_parameters import flat_parameters
+        from megatron_rl.roles.merged_shards import MergedShards
+
+        rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
+        view = self.trained if source.lora.crosses_alone else self.base
+        tensors = tensors_of(view.specs)
+        if rollout.quantization is not None and view is self.base:
+            shards = EightBitShards.of(self, self.rank, source.lora, rollout.quantization_block_size, None)
+            self.made, (flat, tensors) = shards.made, shards.as_bytes()
+        elif source.lora.is_merged:
+            merged = MergedShards(self)
+            self.made, flat = [merged], merged.flat(source.place, None, self.rank.node)
+        else:
+            flat = flat_parameters(view, self.rank.groups, source.place, None, self.rank.node)
+        for made in self.made:
+            made.release()
+        self.connect(self.sending, address, flat, tensors, deltas=rollout.weight_deltas)
+        del self.transfer_stores[:-1]
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
+    def send_weights(self, version: int) -> SendReport:
+        """Send the current weights, those after step `version`, together with the rollout's `receive_weights`."""
+        return self._send(version)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
+    def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
+        """Send the current weights; a lost rollout rank is reported, not raised, and equally on all training ranks.
+
+        After a loss all ranks must join a new weight transfer before the next transfer.
+        holding: replica -> the version that its generation must hold before; calls the ranks that listen, those with a
+        second buffer, and returns when the weights have arrived on all of them. None: `try_receive_weights` calls them.
+        """
+        from megatron_rl.hybrid_engine.weight_transfer import BrokenTransferError, SendAttempt
+
+        report, broken, concluded = None, "", list[Any]()
+        if holding is not None and self.transfer_stores:
+            self.transfer_stores[-1].call(holding)
+        try:
+            report = self._send(version)
+            if holding is not None and self.sending.sender is not None:
+                concluded = self.sending.sender.conclude()
+        except BrokenTransferError as error:
+            broken = str(error)
+        if broken := self._agreed(broken):
+            return SendAttempt(version, broken)
+        return SendAttempt(version, "", report, concluded if dist.get_rank() == 0 else ())
+
+    def _agreed(self, broken: str) -> str:
+        """Join the reasons of all training ranks; with any, all leave the weight transfer, because others may wait for
+        them."""
+        gathered = [""] * dist.get_world_size()
+        dist.all_gather_object(gathered, broken)
+        reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(gathered) if reason]
+        if reasons and self.sending.sender is not None:
+            self.sending.sender.close()
+        return "; ".join(reasons)
+
+    def _send(self, version: int) -> SendReport:
+        try:
+            for made in self.made:
+                made.renew()
+            return self.send_over(self.sending, version)
+        finally:
+            for made in self.made:
+                made.release()
 
 
 class FollowingScorer(ScoringRole):
