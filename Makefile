@@ -74,8 +74,9 @@ demo-rlhf: install
 test: lint assets
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not instrument" $(ARGS)
 
-# Tests of what measures and rehearses runs, long ones too.
-INSTRUMENTS := $(BIN)/python -m pytest -m "instrument and not quiet and not weekly"
+# Tests of what measures and rehearses runs, long ones too. Only the folders that have some are collected.
+INSTRUMENTS := $(BIN)/python -m pytest tests/gpu_contract tests/planning tests/profile tests/rehearse
+INSTRUMENTS += -m "instrument and not quiet and not weekly"
 test-instruments: install assets
 	$(INSTRUMENTS) -n 3 --dist worksteal $(ARGS) || $(INSTRUMENTS) --last-failed --last-failed-no-failures none $(ARGS)
 
