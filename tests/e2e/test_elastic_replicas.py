@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from command_line import CommandLine
@@ -20,6 +21,15 @@ ROLLOUT = "actor_rollout_ref.rollout"
 KEYS = (*SHORT, f"{ROLLOUT}.min_replicas=1", f"{ROLLOUT}.drain_s=1")
 WAITED = ("rollout/idle_share", "rollout/pause_s", "rollout/replicas", "trainer/idle_share")
 """Metrics of who waited for whom, and of who was there, which a replay does not repeat."""
+
+
+SLOW = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.1)
+    return float(solution_str == ground_truth)
+"""
 
 
 def replica(run: CommandLine, number: int):
@@ -109,11 +119,14 @@ def test_random_joins_and_leaves(command_line, num_changes: int) -> None:
     check_replay(command_line, run, *keys, steps)
 
 
-def test_a_node_that_joins_brings_a_replica(command_line) -> None:
+def test_a_node_that_joins_brings_a_replica(command_line, tmp_path: Path) -> None:
     """On a Ray cluster: a run begins with the one replica that there is room for, another joins with a node and is lost
-    with it, and the last one comes with a third node, which a notice then takes away.
+    with it, and the last one comes with a third node, which a notice then takes away. Steps wait for rewards, as
+    nodes take their time, and more steps meanwhile prove nothing.
     """
+    (tmp_path / "slow.py").write_text(SLOW)
     keys = (*KEYS, f"{ROLLOUT}.max_replicas=2", "trainer.total_training_steps=1000", "trainer.save_freq=1")
+    keys = (*keys, f"custom_reward_function.path={tmp_path / 'slow.py'}")
     keys = (*keys, "trainer.max_ckpt_to_keep=1", "trainer.save_best=false")
     with Raylets(3) as cluster:
         run = command_line(*keys, config=ASYNC, variables=cluster.variables)

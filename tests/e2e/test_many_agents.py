@@ -49,7 +49,7 @@ def test_a_kill_while_agents_are_at_work(command_line, launcher: str, killed: st
     """Each agent is a process. Ten seconds after the driver nothing is left; without a keeper or a worker the run goes
     on, says so, and each step has all of its episodes. Would not catch a kill between two steps.
     """
-    program = agent(f"command=[{sys.executable},tests/e2e/agents_for_tests.py]")
+    program = agent(f"command=[{sys.executable},tests/e2e/agent_program.py]")
     keys = (
         *SHORT,
         "data.train_batch_size=4",
@@ -59,7 +59,7 @@ def test_a_kill_while_agents_are_at_work(command_line, launcher: str, killed: st
     run = command_line(*keys, *ONE_RANK, launcher, *program, config=GRPO)
 
     def at_work() -> bool:
-        return sum("agents_for_tests.py" in title for title in run.titles()) >= 4 and keeper(run) is not None
+        return sum("agent_program.py" in title for title in run.titles()) >= 4 and keeper(run) is not None
 
     run.wait_for(at_work, interval=0.05)
     found = keeper(run)
