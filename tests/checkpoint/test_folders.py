@@ -77,6 +77,7 @@ def test_sweeping_deletes_leftovers_only(tmp_path):
     set_aside_before = tmp_path / "global_step_9.set_aside"
     set_aside_before.mkdir()
     (tmp_path / LATEST).write_text("9")
+    (tmp_path / f"{LATEST}.unfinished").write_text("")
     assert steps(tmp_path) == [5, 1]
     deleted = ["global_step_1.deleted", "global_step_1.replaced", "global_step_2.unfinished"]
     assert [path.name for path in sweep(tmp_path)] == deleted

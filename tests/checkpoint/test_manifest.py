@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 
 import pytest
 from saved import FILES, MODELS, SETTINGS, save, write_files
@@ -43,7 +44,7 @@ def test_records_are_those_of_the_files(tmp_path):
 
 
 def test_broken_files_are_named_with_the_reason(tmp_path):
-    """Missing, cut, flipped. Would not catch a file that nobody listed."""
+    """Missing, cut, flipped, in what is no folder. Would not catch a file that nobody listed."""
     folder = save(tmp_path, 3)
     manifest = read_manifest(folder)
     assert broken_files(folder, manifest, checksums=True) == []
@@ -56,6 +57,11 @@ def test_broken_files_are_named_with_the_reason(tmp_path):
     assert broken_files(folder, manifest, checksums=False) == expected
     expected.append(f"{flipped} has other content than was written")
     assert broken_files(folder, manifest, checksums=True) == expected
+    shutil.rmtree(folder / "actor")
+    (folder / "actor").touch()
+    found = broken_files(folder, manifest, checksums=False)
+    inside = [name for name in manifest.files if name.startswith("actor/")]
+    assert [line.partition(" cannot be read: ")[0] for line in found] == inside
 
 
 @pytest.mark.parametrize(
@@ -98,3 +104,6 @@ def test_what_is_left_out_of_a_config_is_resolved():
     experts = {"num_experts": 8, "moe_intermediate_size": 20}
     renamed = {"num_local_experts": 8, "moe_intermediate_size": 20}
     assert model_identity(implied | experts) == model_identity(implied | renamed) != model_identity(implied)
+    assert model_identity(implied | experts) != model_identity(implied | experts | {"moe_intermediate_size": 24})
+    assert model_identity(implied | {"moe_intermediate_size": 20}) == model_identity(implied)
+    assert model_identity({"num_attention_heads": 12})["head_dim"] is None

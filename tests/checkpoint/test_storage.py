@@ -11,7 +11,7 @@ import torch
 from full_disk import full_disk
 from saved import save, write_files
 
-from megatron_rl.checkpoint.folders import commit, find, only_writer
+from megatron_rl.checkpoint.folders import LOCK, commit, find, only_writer
 from megatron_rl.checkpoint.hf_folder import save_tensors
 from megatron_rl.checkpoint.storage import storing, writing
 from megatron_rl.errors import ConfigError, StorageError, WorkerFailure
@@ -139,12 +139,14 @@ def test_a_ranks_reason_is_kept_and_its_company_left_out(tmp_path):
 
 def test_a_run_takes_its_deleted_folder_again(tmp_path):
     """Folder, or lock alone; not where another run has it by now. Would not catch a folder that was renamed."""
-    root = tmp_path / "run"
-    root.mkdir()
+    root = tmp_path / "runs" / "one"
+    root.mkdir(parents=True)
     with only_writer(root) as lock:
         assert not lock.hold_again()
-        shutil.rmtree(root)
+        shutil.rmtree(root.parent)
         assert lock.hold_again() and not lock.hold_again() and root.is_dir()
+        (root / LOCK).unlink()
+        assert lock.hold_again() and not lock.hold_again()
         with pytest.raises(ConfigError, match="another run is writing"), only_writer(root):
             pass
         shutil.rmtree(root)
