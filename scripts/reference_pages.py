@@ -94,9 +94,9 @@ def columns_page() -> str:
     )
     return page(
         "Columns of a batch",
-        "A batch is a table of named tensors. This is what each column holds, who fills it, and who reads it. A user's "
-        "scorer declares its own with `COLUMNS.declare`. `megatron-rl columns` prints the same, with what the "
-        "configured estimator and loss read.",
+        "A batch is a table of named tensors, and of lists (`object`), which `objects(name)` returns. This is what "
+        "each column holds, who fills it, and who reads it. A user's scorer declares its own with `COLUMNS.declare`. "
+        "`megatron-rl columns` prints the same, with what the configured estimator and loss read.",
         table_of(("column", "type", "what", "filled by", "read by"), rows),
     )
 

@@ -14,8 +14,8 @@ from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
 from megatron_rl.agents.observation import FOLLOWING, EpisodeFailure, InitialConversation, Observation, Turn
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import NO_LIMIT, TurnRenderer
+from megatron_rl.data.message_form import tool_names
 from megatron_rl.data.template_process import TemplateRefusal
-from megatron_rl.data.unwritten import tool_names
 from megatron_rl.errors import ConfigError, ReplayError
 from megatron_rl.plain_values import describe_error
 

@@ -28,9 +28,9 @@ from megatron_rl.data.message_form import (
     call,
     named_id,
     thought_marks,
+    tool_names,
 )
 from megatron_rl.data.template_process import RenderLimits, TemplateProcess, TemplateRefusal, rendered, template_of
-from megatron_rl.data.unwritten import tool_names
 
 LIMITS = RenderLimits(cpu_s=2.0, memory_bytes=1 << 30)
 """Of the template at one turn, which takes milliseconds; the run waits for it."""

@@ -24,8 +24,8 @@ from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.message_form import tool_names
 from megatron_rl.data.template_process import TemplateRefusal
-from megatron_rl.data.unwritten import tool_names
 from megatron_rl.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout.multi_turn"

@@ -13,9 +13,8 @@ from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import pretraining_length
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.tasks import PretrainingConfig
-from megatron_rl.data.examples import Example, token_batch
 from megatron_rl.data.prompt_mixture import MixtureCursor
-from megatron_rl.data.reading import read_examples
+from megatron_rl.data.reading import Example, read_examples, token_batch
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.dispatch import ExtraBatch
 from megatron_rl.errors import ConfigError

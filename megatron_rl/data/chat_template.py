@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.data.example_rows import Chat, Text
-from megatron_rl.data.message_form import ANSWER, TOOL, VALUE, call
+from megatron_rl.data.message_form import ANSWER, TOOL, VALUE, call, unwritten_fields
 from megatron_rl.data.messages import Message
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.data.template_process import TemplateRefusal, adapted, checked_length, refusable, template_of
-from megatron_rl.data.unwritten import unwritten_fields
 from megatron_rl.errors import ConfigError
 
 Span = tuple[int, int]

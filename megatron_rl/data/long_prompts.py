@@ -61,8 +61,9 @@ def _too_long(path: str, is_judged: bool, config: RunConfig, read_tokenizer: Rea
     from megatron_rl.data.prompt_dataset import read_prompts, tokenise
 
     data = config.data
-    rows = read_prompts(path, data, is_judged)
-    longest = sorted(rows, key=lambda located: num_bytes(located[1].prompt), reverse=True)[:MOST_TOKENISED]
+    places, rows = read_prompts(path, data, is_judged)
+    prompts = zip(places, rows.objects("raw_prompt"), strict=True)
+    longest = sorted(prompts, key=lambda located: num_bytes(located[1]), reverse=True)[:MOST_TOKENISED]
     ids = tokenise(path, longest, read_tokenizer(config.actor_rollout_ref.model.path), data)
     size, (place, _) = max(((len(each), row) for each, row in zip(ids, longest, strict=True)), key=lambda pair: pair[0])
     if size > data.max_prompt_length:

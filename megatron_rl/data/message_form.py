@@ -3,13 +3,14 @@
 Templates differ. A thought is read from `reasoning_content`, `reasoning`, `thinking`, or from the content between
 marks. Arguments are an object or JSON text. Ids are free, have nine characters, or carry the tool's name. A template is
 shown a few conversations once, and then gets what it reads, whatever form a file, an agent or the policy's turn has.
+What it leaves out of an example would be dropped from what is learned without a word (`unwritten_fields`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,9 @@ NAMED = re.compile(r"functions\.(.+):(\d{1,8})")
 QUESTION = {"role": "user", "content": "40817263951"}
 ANSWER, THOUGHT, VALUE, TOOL = "73920485162", "50619283746", "26481957305", "tool84027"
 """Texts that templates write unchanged, and that occur nowhere else in a conversation."""
+
+WRITTEN_OR_NOT = ("role", "content", "name", "id", "tool_call_id")
+"""Fields of the assistant's messages that need not stand in a text; `content` is compared by its own rule."""
 
 
 def thought_marks(template: str) -> tuple[str, str] | None:
@@ -192,3 +196,48 @@ def _id(sent: Any) -> Any:
 def _name(sent: Any) -> str:
     function = sent.get("function") if isinstance(sent, Mapping) else None
     return str(function.get("name")) if isinstance(function, Mapping) else ""
+
+
+def unwritten_fields(
+    answers: Sequence[Mapping[str, Any]], counted: str, tools: Sequence[Mapping[str, Any]], text: str
+) -> tuple[str, ...]:
+    """Return the fields of responses that hold text of which `counted` has nothing, and `tools` where a text has none
+    of their names.
+    """
+    fields = dict.fromkeys(field for answer in answers for field in _missing(answer, counted))
+    names = tool_names(tools)
+    if names and not any(name in text for name in names):
+        fields["tools"] = None
+    return tuple(fields)
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of tools, from their schemas."""
+    return [name for tool in tools for name in _names_of(tool)]
+
+
+def _missing(answer: Mapping[str, Any], counted: str) -> Iterator[str]:
+    for field, value in answer.items():
+        if field in WRITTEN_OR_NOT:
+            continue
+        if isinstance(value, str):
+            # A template may write a line break or a quote of it in another way.
+            if (lines := value.split()) and not _occurs(value, counted, lines):
+                yield field
+        elif field in ("tool_calls", "function_call"):
+            calls = value if isinstance(value, list) else [value]
+            if any(name not in counted for each in calls for name in _names_of(each)):
+                yield field
+
+
+def _occurs(value: str, counted: str, words: Sequence[str]) -> bool:
+    return value.strip() in counted or json.dumps(value)[1:-1] in counted or "".join(words) in "".join(counted.split())
+
+
+def _names_of(value: Any) -> list[str]:
+    """The name of a call or of a tool."""
+    if not isinstance(value, Mapping):
+        return []
+    function = value.get("function")
+    own = function if isinstance(function, Mapping) else value
+    return [own["name"]] if isinstance(own.get("name"), str) else []

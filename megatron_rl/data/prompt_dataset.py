@@ -1,4 +1,4 @@
-"""Prompt files as records of tokens. All rows are checked and tokenised once, when the files are opened.
+"""Prompt files as rows of a `Batch` without responses. All rows are checked and tokenised once, as files are opened.
 
 A row has the prompt (`data.prompt_key`: chat messages or a string), the data source (`data.reward_fn_key`, or
 `data.default_data_source`), the expected answer (`data.ground_truth_key`), and perhaps `extra_info`. The defaults of
@@ -7,22 +7,28 @@ these keys are verl's schema.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
-from megatron_rl.data.chosen_rows import ALL_ROWS, FileRows, chosen_rows
 from megatron_rl.data.messages import Message
-from megatron_rl.data.prompt_mixture import PromptFile
-from megatron_rl.data.row_files import Row, column_forms, needed_value, read_rows, value_of
+from megatron_rl.data.prompt_mixture import PromptFile, digest_of_tokens, digest_of_values
+from megatron_rl.data.row_files import (
+    ALL_ROWS,
+    FileRows,
+    Row,
+    chosen_rows,
+    column_forms,
+    needed_value,
+    read_rows,
+    value_of,
+)
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError
@@ -32,16 +38,7 @@ TOKENIZER_ARGUMENTS = {"padding", "truncation", "max_length"}
 """Arguments of `apply_chat_template` that are the tokenizer's, and not the template's."""
 
 
-class PromptRow(NamedTuple):
-    """One row. prompt: text, or messages as dicts with role and content."""
-
-    prompt: str | list[Message]
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-
-
-Located = tuple[RowPlace, PromptRow]
+Located = tuple[RowPlace, Conversation]
 
 
 class PromptDataset:
@@ -71,20 +68,21 @@ class PromptDataset:
         """
         self.files: list[PromptFile] = []
         self.keeps_text = keeps_text
-        numbers, kept_rows, kept_ids, offset = list[int](), list[PromptRow](), list[list[int]](), 0
+        parts, offset = [], 0
         seed = data_config.seed if data_config.shuffle else None
         for path, file_rows in zip(paths, chosen_rows(paths, max_samples, seed), strict=True):
-            rows = read_prompts(path, data_config, is_judged, file_rows)
-            prompt_ids = tokenise(path, rows, tokenizer, data_config)
-            refuse_unusable_tokens(rows, prompt_ids, data_config.prompt_key, vocab_size)
-            usable = short_enough(path, rows, prompt_ids, data_config)
-            own_rows, own_ids = [row for (_, row), _ in usable], [cut(ids, data_config) for _, ids in usable]
-            self.files.append(PromptFile(path, len(usable), _digests(own_rows, own_ids)))
-            numbers += [offset + place.row for (place, _), _ in usable]
-            kept_rows += own_rows
-            kept_ids += own_ids
-            offset += len(rows) if file_rows.chosen is None else file_rows.num_rows
-        self._rows = _batch(numbers, kept_rows, kept_ids)
+            places, rows = read_prompts(path, data_config, is_judged, file_rows)
+            located = list(zip(places, rows.objects("raw_prompt"), strict=True))
+            prompt_ids = tokenise(path, located, tokenizer, data_config)
+            refuse_unusable_tokens(places, prompt_ids, data_config.prompt_key, vocab_size)
+            usable = short_enough(path, places, prompt_ids, data_config)
+            prompts = rows[torch.tensor(usable, dtype=torch.int64)]
+            numbers, ids = [places[row].row for row in usable], [cut(prompt_ids[row], data_config) for row in usable]
+            prompts.add(index=offset + torch.tensor(numbers, dtype=torch.int64), input_ids=_ragged(ids))
+            self.files.append(PromptFile(path, len(usable), _digests(prompts, ids)))
+            parts.append(prompts)
+            offset += len(places) if file_rows.chosen is None else file_rows.num_rows
+        self._rows = Batch.joined(parts)
 
     def __len__(self) -> int:
         """The number of usable prompts."""
@@ -140,11 +138,8 @@ class PromptDataset:
                 f"{key_name}={name} must be an entry of extra_info of every prompt that is taught, and "
                 f"{len(lacking)} of {len(kept)} do not have it; the first is row {lacking[0]}"
             )
-        rows = [
-            (RowPlace(key_name, number), PromptRow(as_sent(prompt, data_config), "", None, {}))
-            for number, prompt in zip(numbers, sent, strict=True)
-        ]
-        token_ids = tokenise(f"extra_info.{name}", rows, tokenizer, data_config)
+        asked = [(RowPlace(key_name, number), as_sent(p, data_config)) for number, p in zip(numbers, sent, strict=True)]
+        token_ids = tokenise(f"extra_info.{name}", asked, tokenizer, data_config)
         if long := [number for number, ids in zip(numbers, token_ids, strict=True) if len(ids) > limit]:
             longest = max(map(len, token_ids))
             raise ConfigError(
@@ -170,21 +165,10 @@ class PromptDataset:
         return prompts if self.keeps_text else prompts.without("raw_prompt")
 
 
-def _batch(numbers: Sequence[int], rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> Batch:
-    """Rows without a response. numbers: over all files, rows included that are not used."""
-    tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
-    return Batch(
-        index=torch.tensor(numbers, dtype=torch.int64),
-        input_ids=ragged_from_lengths(tokens, torch.tensor([len(ids) for ids in token_ids], dtype=torch.int64)),
-        data_source=[row.data_source for row in rows],
-        ground_truth=[row.ground_truth for row in rows],
-        extra_info=[row.extra_info for row in rows],
-        raw_prompt=[row.prompt for row in rows],
-    )
-
-
-def read_prompts(path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows = ALL_ROWS) -> list[Located]:
-    """The rows of a parquet or jsonl file, with their places.
+def read_prompts(
+    path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows = ALL_ROWS
+) -> tuple[list[RowPlace], Batch]:
+    """The places and the prompts of a parquet or jsonl file, without tokens.
 
     is_judged: whether every row must have a data source and a ground truth; else the file's name stands for the one,
     and the other may be None. file_rows: the rows to use.
@@ -196,7 +180,7 @@ def read_prompts(path: str, data: DataConfig, is_judged: bool = True, file_rows:
     truth, usual_source = data.ground_truth_key, data.default_data_source or (None if is_judged else Path(path).stem)
     columns = (data.prompt_key, data.reward_fn_key, "extra_info", *(() if truth is None else (truth,)))
 
-    def read(content: Row) -> PromptRow:
+    def read(content: Row) -> tuple[Conversation, str, Any, dict[str, Any]]:
         prompt, source = needed_value(content, data.prompt_key), value_of(content, data.reward_fn_key)
         if source is None:
             source = usual_source or needed_value(content, data.reward_fn_key)
@@ -205,12 +189,13 @@ def read_prompts(path: str, data: DataConfig, is_judged: bool = True, file_rows:
         if not isinstance(extra_info, dict):
             raise RowProblem("wrong_type", "extra_info", f"a {type(extra_info).__name__}, and not an object")
         _check_prompt(prompt, data.prompt_key)
-        return PromptRow(as_sent(prompt, data), str(source), ground_truth, extra_info)
+        return as_sent(prompt, data), str(source), ground_truth, extra_info
 
-    rows, bad_rows = read_rows(path, columns, read)
-    rows, bad_rows = file_rows.used(rows, bad_rows)
+    rows, bad_rows = read_rows(path, columns, read, file_rows)
     refuse(bad_rows, len(rows) + len(bad_rows), can_be_skipped=False)
-    return rows
+    names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
+    values = {name: [row[number] for _, row in rows] for number, name in enumerate(names)}
+    return [place for place, _ in rows], Batch(**values)
 
 
 def untemplated_notes(are_chats: Collection[bool], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[str]:
@@ -261,13 +246,13 @@ def _check_prompt(prompt: object, field: str) -> None:
 
 
 def tokenise(
-    path: str, rows: Sequence[Located], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
+    path: str, prompts: Sequence[Located], tokenizer: PreTrainedTokenizerBase, data_config: DataConfig
 ) -> list[list[int]]:
-    """Token ids per row: strings are encoded as they are, chat messages through the chat template. Raises ConfigError
+    """Token ids per prompt: strings are encoded as they are, messages through the chat template. Raises ConfigError
     if the tokenizer has no template, and for a prompt that the template refuses.
     """
-    texts = [row.prompt for _, row in rows if isinstance(row.prompt, str)]
-    chats = [(place, row.prompt) for place, row in rows if not isinstance(row.prompt, str)]
+    texts = [prompt for _, prompt in prompts if isinstance(prompt, str)]
+    chats = [(place, prompt) for place, prompt in prompts if not isinstance(prompt, str)]
     if chats and tokenizer.chat_template is None:
         way_out = (
             "set data.prompt_as_chat=false" if data_config.prompt_as_chat else "store the prompts as plain strings"
@@ -279,7 +264,7 @@ def tokenise(
     # All at once, which is what tokenizers are fast at.
     of_texts = iter(tokenizer(texts)["input_ids"] if texts else ())
     of_chats = iter(_apply_template(chats, tokenizer, data_config) if chats else ())
-    return [next(of_texts if isinstance(row.prompt, str) else of_chats) for _, row in rows]
+    return [next(of_texts if isinstance(prompt, str) else of_chats) for _, prompt in prompts]
 
 
 def _apply_template(
@@ -299,40 +284,41 @@ def _apply_template(
 
 
 def refuse_unusable_tokens(
-    rows: Sequence[Located], prompt_ids: Sequence[Sequence[int]], prompt_key: str, vocab_size: int | None
+    places: Sequence[RowPlace], prompt_ids: Sequence[Sequence[int]], prompt_key: str, vocab_size: int | None
 ) -> None:
     """Raise ConfigError for prompts without tokens, and with tokens that the model does not have: a tokenizer may have
     more, which are added to it.
     """
     bad_rows = []
-    for (place, _), ids in zip(rows, prompt_ids, strict=True):
+    for place, ids in zip(places, prompt_ids, strict=True):
         if not ids:
             bad_rows.append(BadRow("empty_prompt", place, prompt_key, "0 tokens"))
         elif vocab_size is not None and max(ids) >= vocab_size:
             found = f"token {max(ids)}, and the model has {vocab_size}"
             bad_rows.append(BadRow("unknown_token", place, prompt_key, found))
-    refuse(bad_rows, len(rows), can_be_skipped=False)
+    refuse(bad_rows, len(places), can_be_skipped=False)
 
 
 def short_enough(
-    path: str, rows: Sequence[Located], prompt_ids: Sequence[list[int]], data_config: DataConfig
-) -> list[tuple[Located, list[int]]]:
-    """The rows to use, with their tokens. Raises ConfigError for a prompt that is too long and may be neither dropped
-    nor cut, and if all would be dropped.
+    path: str, places: Sequence[RowPlace], prompt_ids: Sequence[list[int]], data_config: DataConfig
+) -> list[int]:
+    """The numbers of the prompts to use, among `prompt_ids`. Raises ConfigError for a prompt that is too long and may
+    be neither dropped nor cut, and if all would be dropped.
     """
     limit = data_config.max_prompt_length
-    found = list(zip(rows, prompt_ids, strict=True))
-    kept = [(row, ids) for row, ids in found if len(ids) <= limit]
+    found = list(range(len(prompt_ids)))
+    kept = [number for number in found if len(prompt_ids[number]) <= limit]
     if len(kept) == len(found):
         return found
     counted = f"{len(found) - len(kept)} of {len(found)} prompts of {path}"
     if not data_config.filter_overlong_prompts:
         if data_config.truncation != "error":
             return found
-        ((place, _), longest) = max(found, key=lambda each: len(each[1]))
+        longest = max(found, key=lambda number: len(prompt_ids[number]))
+        most = len(prompt_ids[longest])
         raise ConfigError(
-            f"{counted} are longer than data.max_prompt_length={limit}; the longest has {len(longest)} "
-            f"tokens (row {place.row}): set data.max_prompt_length={len(longest)}, "
+            f"{counted} are longer than data.max_prompt_length={limit}; the longest has {most} "
+            f"tokens (row {places[longest].row}): set data.max_prompt_length={most}, "
             "data.filter_overlong_prompts=true to drop them, or data.truncation=left, right or middle to cut them"
         )
     if not kept:
@@ -353,12 +339,13 @@ def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def _digests(rows: Sequence[PromptRow], token_ids: Sequence[Sequence[int]]) -> dict[str, str]:
+def _ragged(token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
+    return ragged_from_lengths(tokens, torch.tensor([len(ids) for ids in token_ids], dtype=torch.int64))
+
+
+def _digests(prompts: Batch, token_ids: Sequence[Sequence[int]]) -> dict[str, str]:
     """Name of what is compared when a run resumes -> a digest of it over these prompts, in order."""
-    digests = {name: hashlib.sha256() for name in ("tokens", "data sources", "ground truths", "extra_info")}
-    for row, ids in zip(rows, token_ids, strict=True):
-        digests["tokens"].update(array("q", [len(ids), *ids]).tobytes())
-        columns = {"data sources": row.data_source, "ground truths": row.ground_truth, "extra_info": row.extra_info}
-        for name, value in columns.items():
-            digests[name].update(f"{value!r}\n".encode("utf-8", "backslashreplace"))
-    return {name: digest.hexdigest() for name, digest in digests.items()}
+    columns = {"data sources": "data_source", "ground truths": "ground_truth", "extra_info": "extra_info"}
+    values = {name: digest_of_values(prompts.objects(column)) for name, column in columns.items()}
+    return {"tokens": digest_of_tokens(token_ids)} | values

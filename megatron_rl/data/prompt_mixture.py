@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +30,24 @@ class PromptFile:
     def identity(self) -> dict[str, Any]:
         """The file as a checkpoint knows it, whatever its folder; JSON-ready."""
         return {"name": Path(self.path).name, "num_prompts": self.num_prompts, "digests": self.digests}
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+    """Return a digest for `PromptFile.digests`."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def digest_of_tokens(rows: Iterable[Sequence[int]]) -> str:
+    """Return the digest of token ids, row after row."""
+    return digest_of(array("q", [len(ids), *ids]).tobytes() for ids in rows)
+
+
+def digest_of_values(values: Iterable[object]) -> str:
+    """Return the digest of Python values, one for each row."""
+    return digest_of(f"{value!r}\n".encode("utf-8", "backslashreplace") for value in values)
 
 
 class PromptCursor(Protocol):

@@ -1,4 +1,4 @@
-"""Example files as the records that sft, reward and dpo train on.
+"""Example files as the records that sft, reward and dpo train on: responses as tokens, alone, ranked, labelled, scored.
 
 All is read, checked and tokenised once, before any process starts. A trainer visits the records in the order of
 `prompt_mixture.MixtureCursor(report.prompt_files(), weights, batch_size, shuffle, seed)`, which resumes.
@@ -6,25 +6,101 @@ All is read, checked and tokenised once, before any process starts. A trainer vi
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.data.chosen_rows import chosen_rows
-from megatron_rl.data.example_reader import FileReader, ReadRow
-from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
+from megatron_rl.data.example_reader import FileRead, FileReader, ReadingReport, ReadRow
+from megatron_rl.data.prompt_mixture import digest_of, digest_of_tokens, digest_of_values
 from megatron_rl.data.reading_options import ReadingOptions
-from megatron_rl.data.reading_report import FileRead, ReadingReport
+from megatron_rl.data.row_files import chosen_rows
 from megatron_rl.data.row_problems import RowPlace, refuse, write_bad_rows
 from megatron_rl.data.tokens import Tokens
 from megatron_rl.errors import ConfigError
+from megatron_rl.records import Batch, ragged
 
 Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A text and the tokens in it that are learned.
+
+    tokens: int64 [L], L >= 1. loss_mask: bool [L]; True: the loss has the cross-entropy of this token, given the tokens
+    before it; the first is False, as no token precedes it. prompt_length: tokens before the first response that counts;
+    0 without a prompt, and if the prompt counts, too. where: the row of the file.
+    """
+
+    tokens: torch.Tensor
+    loss_mask: torch.Tensor
+    where: RowPlace
+    prompt_length: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens in the loss."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """Responses to one prompt, the best first; a pair of chosen and rejected is a ranking of two.
+
+    answers: at least 2; their first `prompt_length` tokens are equal, and only tokens after them count. margins: how
+    much better each response is than the next one, one number fewer than there are responses, each at least 0; 0 if the
+    file has none. The margin between any two responses is the sum of those in between (`margin`).
+    """
+
+    answers: tuple[Example, ...]
+    margins: tuple[float, ...]
+    where: RowPlace
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt, with which all responses begin."""
+        return self.answers[0].prompt_length
+
+    def margin(self, better: int, worse: int) -> float:
+        """How much better response `better` is than response `worse`, with better < worse."""
+        return sum(self.margins[better:worse])
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """A response and whether it is desirable (KTO)."""
+
+    example: Example
+    desirable: bool
+    where: RowPlace
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredExample:
+    """A response and its score, which a reward model learns to give at the last token."""
+
+    example: Example
+    score: float
+    where: RowPlace
+
+
+def token_batch(examples: Sequence[Example]) -> Batch:
+    """The batch of which cross-entropy is computed: the tokens of each example up to the last that counts.
+
+    Raises ValueError for an example without a token that counts.
+    """
+    rows, masks = [], []
+    for example in examples:
+        counted = example.loss_mask.nonzero()[:, 0]
+        if not len(counted):
+            raise ValueError(f"{example.where}: no token counts in the loss")
+        end = int(counted[-1]) + 1
+        rows.append(example.tokens[:end])
+        masks.append(example.loss_mask[:end])
+    return Batch(input_ids=ragged(rows), sampled=ragged(masks))
 
 
 def read_examples(
@@ -128,11 +204,11 @@ def _example(tokens: Tokens, place: RowPlace) -> Example:
 
 def _digests(rows: Sequence[ReadRow]) -> dict[str, str]:
     """Name of what is compared when a run resumes -> a digest of it over these rows, in order."""
-    digests = {name: hashlib.sha256() for name in ("tokens", "loss masks", "margins, labels and scores")}
-    for row in rows:
-        for text in (text for texts in row.texts for text in texts):
-            digests["tokens"].update(array("q", [len(text.ids), *text.ids]).tobytes())
-            digests["loss masks"].update(bytes(text.counts))
-        judged = (row.row.margins, row.row.desirable, row.row.score)
-        digests["margins, labels and scores"].update(f"{judged!r}\n".encode())
-    return {name: digest.hexdigest() for name, digest in digests.items()}
+    texts = [text for row in rows for texts in row.texts for text in texts]
+    return {
+        "tokens": digest_of_tokens(text.ids for text in texts),
+        "loss masks": digest_of(bytes(text.counts) for text in texts),
+        "margins, labels and scores": digest_of_values(
+            (row.row.margins, row.row.desirable, row.row.score) for row in rows
+        ),
+    }

@@ -1,4 +1,5 @@
-"""Parquet and JSON-lines files as rows of dicts. A row that cannot be read is a bad row; a file is an error.
+"""Parquet and JSON-lines files as rows of dicts, and the choice of rows. A row that cannot be read is a bad row; a file
+is an error.
 
 The form of a column says what it holds: text | texts | messages | conversations (lists of messages) | turns (ShareGPT's
 from and value) | number | numbers | boolean | struct | null | other.
@@ -7,12 +8,15 @@ from and value) | number | numbers | boolean | struct | null | other.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy
 import pyarrow
 import pyarrow.parquet
 
@@ -31,6 +35,19 @@ MOST_LEVELS = 100
 UTF8_MARK, UTF16_MARKS, GZIP_MARK = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff"), b"\x1f\x8b"
 LISTS = {"text": "texts", "messages": "conversations", "number": "numbers"}
 """Form of a list's elements -> form of the list."""
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """chosen: numbers of the rows of a file to use, from 0; None: all. num_rows: all of its rows, counted where some
+    are chosen.
+    """
+
+    chosen: Set[int] | None = None
+    num_rows: int = 0
+
+
+ALL_ROWS = FileRows()
 
 
 def column_forms(path: str, first_row_only: bool = False) -> dict[str, str]:
@@ -65,12 +82,13 @@ def column_forms(path: str, first_row_only: bool = False) -> dict[str, str]:
 
 
 def read_rows(
-    path: str, columns: Sequence[str], read: Callable[[Row], Content]
+    path: str, columns: Sequence[str], read: Callable[[Row], Content], file_rows: FileRows = ALL_ROWS
 ) -> tuple[list[tuple[RowPlace, Content]], list[BadRow]]:
-    """All rows of a file: (place, `read` of its content) of each that can be used, and the bad rows.
+    """The rows of a file: (place, `read` of its content) of each that can be used, and the bad rows.
 
     columns: the columns, or fields of structs (column.field), that a parquet file is read for; jsonl is read whole.
-    read: raises RowProblem for a row that cannot be used. A row with images, videos or sounds cannot.
+    read: raises RowProblem for a row that cannot be used. A row with images, videos or sounds cannot. file_rows: the
+    rows to use; of the others nothing is returned.
 
     Raises ConfigError as `column_forms`, and for a damaged file.
     """
@@ -78,6 +96,8 @@ def read_rows(
     rows, bad_rows = [], []
     columns = (*columns, *NOT_TEXT)
     for place, content in _json_rows(path, file) if file.suffix == ".jsonl" else _parquet_rows(path, file, columns):
+        if file_rows.chosen is not None and place.row not in file_rows.chosen:
+            continue
         try:
             if isinstance(content, RowProblem):
                 raise content
@@ -112,6 +132,28 @@ def count_rows(path: str, most: int) -> int:
             return min(int(parquet.metadata.num_rows), most)
     with file.open("rb") as lines:
         return sum(1 for _ in islice((line for line in lines if line.strip()), most))
+
+
+def chosen_rows(paths: Sequence[str], most: int, seed: int | None) -> list[FileRows]:
+    """Choose `most` rows of all files together, at random without repetition, or the first ones.
+
+    most: below 1: all rows. seed: of the random choice, which is verl's of the same seed; None: the first rows.
+    Raises ConfigError for a file that cannot be read.
+    """
+    if most < 1:
+        return [ALL_ROWS for _ in paths]
+    sizes = [count_rows(path, sys.maxsize) for path in paths]
+    total = sum(sizes)
+    if most >= total:
+        return [ALL_ROWS for _ in paths]
+    numbers = range(most)
+    if seed is not None:
+        numbers = numpy.random.default_rng(seed).choice(total, size=most, replace=False).tolist()
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [
+        FileRows({number - start for number in numbers if start <= number < start + size}, size)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def value_of(content: Row, name: str) -> Any:

@@ -93,19 +93,16 @@ def listed(forms: Mapping[str, str]) -> str:
 class OwnData:
     """Files of a user's with the keys by which they are read. val: None: rows of `train` are to be held out.
 
-    rows: of both files. others: columns that might have been the expected answer, too.
+    rows, truths: prompts with their places, and expected answers, of both files. others: columns that might have been
+    the expected answer, too.
     """
 
     train: Path
     val: Path | None
     keys: DataConfig
     rows: list[Located]
+    truths: list[Any]
     others: tuple[str, ...] = ()
-
-    @property
-    def truths(self) -> list[Any]:
-        """The expected answers."""
-        return [row.ground_truth for _, row in self.rows]
 
     @property
     def files(self) -> OwnFiles:
@@ -141,9 +138,11 @@ def read_own_data(
         default_data_source=train.stem if source is None else None,
         prompt_as_chat=True if has_template and forms[prompt_key] == "text" else None,
     )
-    rows = [row for file in (train, val) if file is not None for row in read_prompts(str(file), keys)]
+    read = [read_prompts(str(file), keys) for file in (train, val) if file is not None]
+    rows = [row for places, prompts in read for row in zip(places, prompts.objects("raw_prompt"), strict=True)]
+    truths = [truth for _, prompts in read for truth in prompts.objects("ground_truth")]
     resolved = None if val is None else val.expanduser().resolve()
-    return OwnData(train.expanduser().resolve(), resolved, keys, rows, others)
+    return OwnData(train.expanduser().resolve(), resolved, keys, rows, truths, others)
 
 
 def _prompt_key(path: str, forms: dict[str, str], given: str | None, ask: Ask) -> str:
@@ -233,12 +232,12 @@ class PromptLengths:
 
 def prompt_lengths(own: OwnData, model: Path) -> PromptLengths:
     """Render and tokenise the longest prompts. Raises ConfigError for a tokenizer or a prompt that cannot be used."""
-    by_size = sorted(own.rows[1:], key=lambda located: num_bytes(located[1].prompt), reverse=True)
+    by_size = sorted(own.rows[1:], key=lambda located: num_bytes(located[1]), reverse=True)
     some = [own.rows[0], *by_size[: MOST_TOKENISED - 1]]
     if not has_tokenizer(model):
-        first = own.rows[0][1].prompt
+        first = own.rows[0][1]
         text = first if isinstance(first, str) else "\n".join(f"{each['role']}: {each['content']}" for each in first)
-        return PromptLengths(max(num_bytes(row.prompt) for _, row in some), text, None)
+        return PromptLengths(max(num_bytes(prompt) for _, prompt in some), text, None)
     tokenizer = ModelFolder(model).tokenizer
     ids = tokenise(str(own.train), some, tokenizer, own.keys)
     shown = tokenizer.decode(ids[0], clean_up_tokenization_spaces=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.columns import SCORING
-from megatron_rl.data.examples import Labelled, Ranking
+from megatron_rl.data.reading import Labelled, Ranking
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.preferences import kto_baseline

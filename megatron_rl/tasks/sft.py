@@ -14,7 +14,7 @@ from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
-from megatron_rl.data.examples import token_batch
+from megatron_rl.data.reading import token_batch
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.tasks.task_report import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.task_run import TaskRun, open_task

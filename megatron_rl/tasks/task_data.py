@@ -13,11 +13,19 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import as_list
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT
-from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
+from megatron_rl.data.example_reader import ReadingReport
 from megatron_rl.data.prompt_mixture import MixtureCursor
-from megatron_rl.data.reading import read_examples, read_labelled, read_rankings, read_scored
+from megatron_rl.data.reading import (
+    Example,
+    Labelled,
+    Ranking,
+    ScoredExample,
+    read_examples,
+    read_labelled,
+    read_rankings,
+    read_scored,
+)
 from megatron_rl.data.reading_options import ReadingOptions
-from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import round_up
 from megatron_rl.parallel.zigzag import segment_multiple

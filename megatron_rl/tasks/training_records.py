@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
+from megatron_rl.data.reading import Example, Labelled, Ranking, ScoredExample
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Batch, ragged
 

@@ -14,7 +14,7 @@ from tiny_models import run_config, save_llama
 from megatron_rl.columns import SCORING
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
-from megatron_rl.data.examples import Example, Ranking, token_batch
+from megatron_rl.data.reading import Example, Ranking, token_batch
 from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.planning.memory import plan_stages
 from megatron_rl.planning.run_models import RunModels

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.data.examples import Example, Ranking
+from megatron_rl.data.reading import Example, Ranking
 from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.errors import ConfigError
 from megatron_rl.tasks.reference_log_probs import digest_of

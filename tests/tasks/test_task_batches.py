@@ -8,7 +8,7 @@ import torch
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig, for_task
 from megatron_rl.config.tasks import DPO
-from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample, token_batch
+from megatron_rl.data.reading import Example, Labelled, Ranking, ScoredExample, token_batch
 from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import answer_rows
