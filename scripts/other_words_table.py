@@ -9,7 +9,7 @@ from pathlib import Path
 
 from marked_tables import write_or_check
 
-from megatron_rl.config.other_words import OPENRLHF, OTHER_WORDS, PRIME_RL, SLIME, TRL, OtherWord
+from megatron_rl.config.synonyms import OPENRLHF, OTHER_WORDS, PRIME_RL, SLIME, TRL, OtherWord
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/start/coming_from_trl.md"
 OTHERS = (OPENRLHF, PRIME_RL, SLIME)

@@ -8,8 +8,7 @@ from marked_tables import with_tables
 
 from megatron_rl.config.keys import KEYS
 from megatron_rl.config.load import load_config, read_run
-from megatron_rl.config.other_words import OTHER_WORDS
-from megatron_rl.config.synonyms import ANSWERS, PROMPTS, SOURCES, WORDS, suggested_column, suggested_key
+from megatron_rl.config.synonyms import ANSWERS, OTHER_WORDS, PROMPTS, SOURCES, WORDS, suggested_column, suggested_key
 from megatron_rl.planning.checked_config import idle_keys
 
 ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
