@@ -104,7 +104,7 @@ COLUMNS = ColumnTable(
     Column("data_source", ROW, OBJECT, DATA, (*TASK, "teachers"), "the prompt's data source, a str"),
     Column("ground_truth", ROW, OBJECT, DATA, TASK, "the expected answer, of any type"),
     Column("extra_info", ROW, OBJECT, DATA, TASK, "the prompt's own dict"),
-    Column("raw_prompt", ROW, OBJECT, DATA, TASK, "the prompt as text or messages; absent: nobody reads text"),
+    Column("raw_prompt", ROW, OBJECT, DATA, TASK, "the prompt as text or messages; absent: nothing reads text"),
     Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
     Column(
         "sampled",
