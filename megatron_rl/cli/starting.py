@@ -34,6 +34,7 @@ from megatron_rl.starter.project import (
     check_name,
     planned_run,
     write_project,
+    write_tiny_model,
 )
 from megatron_rl.starter.task_kinds import TASK_KINDS
 
@@ -166,8 +167,6 @@ def made_model(folder: Path, model: str) -> str:
         target = folder / MODEL
         if kind_of(target) == NOTHING:
             quiet_libraries()
-            from megatron_rl.starter.tiny_model import write_tiny_model
-
             write_tiny_model(target)
         return str(target.resolve())
     if is_hub_id(model):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from megatron_rl.cluster.failures import RankFailure, root_cause
-from megatron_rl.cluster.heartbeat_monitor import Hang, HeartbeatLimits, HeartbeatMonitor, waits_for_peers
+from megatron_rl.cluster.heartbeat import Hang, HeartbeatLimits, HeartbeatMonitor, waits_for_peers
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess
 from megatron_rl.cluster.rank_messages import ProcessDied, RankFailed
 from megatron_rl.errors import WorkerStall

@@ -32,7 +32,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
 from megatron_rl.cluster.failures import FailureDomain, RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
+from megatron_rl.cluster.heartbeat import HeartbeatMonitor
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.pool_options import PoolOptions

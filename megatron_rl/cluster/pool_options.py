@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.heartbeat import HeartbeatLimits
 from megatron_rl.config.roles import ElasticPool, PoolSpec
 from megatron_rl.dispatch import NullObserver, Observer
 from megatron_rl.parallel.balance import SequenceWork

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.checkpoint.resume import ResumePoint, select
 from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
-from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE
+from megatron_rl.cluster.heartbeat import STACKS_FILE
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.cluster.cluster import Cluster
-from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
+from megatron_rl.cluster.heartbeat import STACKS_FILE, HeartbeatLimits
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool_options import Hosting, PoolOptions
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all

@@ -12,7 +12,7 @@ import psutil
 from launchers import LOCAL, make_launcher
 from replica_worker import ROLE, ReplicaHost, Sampler
 
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.heartbeat import HeartbeatLimits
 from megatron_rl.cluster.pool_options import Hosting
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import Replica

@@ -10,7 +10,7 @@ import time
 from replica_cluster import cluster_of, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.heartbeat import HeartbeatLimits
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.errors import WorkerFailure
 

@@ -14,17 +14,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.cluster import heartbeat_monitor
+from megatron_rl.cluster import heartbeat
 from megatron_rl.cluster.calls import failures_of
 from megatron_rl.cluster.handle import Target
-from megatron_rl.cluster.heartbeat import Heartbeat
-from megatron_rl.cluster.heartbeat_monitor import (
+from megatron_rl.cluster.heartbeat import (
     LONGEST_HELLO,
     MISSED_SIGNS_S,
     MORE_STRANGERS,
     RECONNECT_S,
     Connection,
     Hang,
+    Heartbeat,
     HeartbeatLimits,
     HeartbeatMonitor,
     Sign,
@@ -182,7 +182,7 @@ def test_strangers_that_say_nothing_are_few_and_do_not_stay(
                 assert stranger.recv(1) == b""
         Heartbeat(0, monitor.address)
         wait_until(lambda: monitor.signs[0].connection is Connection.OPEN)
-        monkeypatch.setattr(heartbeat_monitor, "HELLO_S", 0.1)
+        monkeypatch.setattr(heartbeat, "HELLO_S", 0.1)
         late = opened.enter_context(socket.create_connection(monitor.address[:2], timeout=60))
         with suppress(ConnectionResetError):
             assert late.recv(1) == b""

@@ -14,7 +14,7 @@ from launchers import BOTH, RAY
 from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, eventually, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.heartbeat import HeartbeatLimits
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import ClusterEnded
 from megatron_rl.cluster.stale_processes import living

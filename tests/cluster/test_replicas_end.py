@@ -16,7 +16,7 @@ import pytest
 from replica_cluster import Driver, cluster_of, eventually, nothing_left, replicas, run_id_of, sampler, trainer
 from replica_worker import ReplicaHost
 
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.heartbeat import HeartbeatLimits
 from megatron_rl.cluster.replicas import ClusterEnded, Replica
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.dispatch import Future

@@ -17,7 +17,7 @@ import pytest
 from fragile_worker import FailsToUnpickle, FragileWorker
 from launchers import BOTH, reserved
 
-from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
+from megatron_rl.cluster.heartbeat import HeartbeatLimits
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions

@@ -11,7 +11,7 @@ import pytest
 from command_line import LIMIT, is_in
 from short_runs import WITHOUT_RAY
 
-from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE
+from megatron_rl.cluster.heartbeat import STACKS_FILE
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
