@@ -11,8 +11,8 @@ from megatron_rl.config.declarations import DISTILLATION_LOSSES
 from megatron_rl.config.distillation_keys import SELF
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
+from megatron_rl.planning.folder_files import different_tokens
 from megatron_rl.planning.pool_rules import OWN_ROLES
-from megatron_rl.planning.tokenizer_rules import different_tokens
 
 GROUP, LOSS = "distillation.teacher_models", "distillation.distillation_loss"
 MODE, GRADIENT = f"{LOSS}.loss_mode", f"{LOSS}.use_policy_gradient"

@@ -28,7 +28,7 @@ from megatron_rl.planning.engine_rules import engine_problems
 from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.planning.file_rules import file_problems, hardware_problems, path_problems
 from megatron_rl.planning.folder_checks import STARTING_POINTS, ModelSizes, read_model_folder
-from megatron_rl.planning.folder_files import end_token_problems
+from megatron_rl.planning.folder_files import end_token_problems, reading_problems
 from megatron_rl.planning.last_token_rules import shared_prompt_problems
 from megatron_rl.planning.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.planning.length_rules import length_problems, task_length_problems
@@ -40,7 +40,6 @@ from megatron_rl.planning.pretraining_rules import pretraining_problems
 from megatron_rl.planning.recorded_rules import recorded_problems
 from megatron_rl.planning.replay_rules import replay_problems
 from megatron_rl.planning.resume_rules import resume_problems
-from megatron_rl.planning.tokenizer_rules import reading_problems
 
 ARCHITECTURES: dict[StartsFrom, Mapping[str, Family]] = {
     StartsFrom.LANGUAGE_MODEL: FAMILIES,

@@ -18,9 +18,9 @@ from megatron_rl.planning.feature_rows.adapter_rows import ROUTED
 from megatron_rl.planning.features import CUDA
 from megatron_rl.planning.file_rules import columns_not_text
 from megatron_rl.planning.folder_checks import STARTING_POINTS
+from megatron_rl.planning.folder_files import different_tokens
 from megatron_rl.planning.hub_cache import model_facts, model_folder
 from megatron_rl.planning.length_rules import OVERRIDE
-from megatron_rl.planning.tokenizer_rules import different_tokens
 
 ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"

@@ -10,7 +10,7 @@ from model_folders import problems, write_model
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import roles_of
-from megatron_rl.planning.tokenizer_rules import different_tokens
+from megatron_rl.planning.folder_files import different_tokens
 
 REWARD = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 GROUP = "reward_model"
