@@ -1,8 +1,7 @@
 """Seconds of a resharding as the search of `map` judges them: closed forms of the policy's bytes.
 
-in place       a rank receives M / t_g less what it holds; bytes that its node does not have cross the network once for
-the
-               node's ranks that need the same, and are passed on inside
+in place       a rank receives M / t_g less what it holds; bytes that its node does not have cross the network once
+               for the node's ranks that need the same, and are passed on inside
 between pools  a rollout rank receives M / t_g; training sends each stage once, spread over the stage's ranks
 
 A placement that `map` offers is counted again by the exchange plan itself.
