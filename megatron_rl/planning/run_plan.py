@@ -182,13 +182,13 @@ class RunPlan(Plan):
         cls,
         config: RunConfig,
         hardware: Hardware,
-        mean_lengths: tuple[float, float] | None = None,
+        lengths: tuple[float, float] | None = None,
         folders: ModelFolders | None = None,
     ) -> RunPlan:
-        """Plan a configuration that has passed preflight. mean_lengths: of prompt and response; None: half of the
-        limits.
+        """Plan a configuration that has passed preflight. lengths: mean tokens of prompt and response; None: half of
+        the limits.
         """
-        lengths = mean_lengths or (config.data.max_prompt_length / 2, config.data.max_response_length / 2)
+        lengths = lengths or mean_lengths(config.data)
         models = RunModels(config, folders)
         memory = memory_report(config, models, hardware)
         transition = TransitionPlan.of(models)
@@ -264,7 +264,7 @@ class TaskPlan(Plan):
         }
 
 
-def mean_lengths(data: DataConfig, prompt: float | None, response: float | None) -> tuple[float, float]:
+def mean_lengths(data: DataConfig, prompt: float | None = None, response: float | None = None) -> tuple[float, float]:
     """Return mean tokens of prompt and response to plan with: as given, else half of the limit.
 
     A response does not exceed `data.max_response_length`.

@@ -101,7 +101,7 @@ def layouts(folders: Sequence[Path]) -> Any:
     reading, run, keeps = read_base(file, [])
     cluster = cluster_of(run, NUM_GPUS, None, keeps)
     hardware = planned_hardware(run, None, cluster.num_nodes)
-    lengths = mean_lengths(run.data, None, None)
+    lengths = mean_lengths(run.data)
     request = MapRequest(file, (), reading.settings, run, hardware, cluster, keeps, lengths, None)
     return [asdict(DrawnLayout.of(candidate)) for candidate in find_placements(request).candidates]
 
