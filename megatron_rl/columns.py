@@ -85,7 +85,7 @@ ROW: Shape = "row"
 ANSWER: Shape = "answer"
 F32, I64, OBJECT = "float32", "int64", "object"
 PROMPT_COLUMNS = ("index", "sample", "uid", "data_source", "ground_truth", "extra_info", "raw_prompt")
-"""What a row has of its prompt, in addition to tokens. The controller alone reads it: no rank is sent it."""
+"""Columns that a row has of its prompt, in addition to tokens. The controller alone reads them: no rank gets them."""
 ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
 OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
 EXPERTS = "[B, (T), layers, K]: experts of the T <= L tokens that were read, in every layer that has experts"

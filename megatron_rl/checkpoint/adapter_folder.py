@@ -131,7 +131,8 @@ def _are_names(value: object) -> bool:
 class PeftSettings(AdapterSettings):
     """Settings of a folder that is written.
 
-    base: the model's folder. targets: as of `peft_targets`. digest: of the base's weights, as of `folder_digest`.
+    base: folder of the model. targets: value of target_modules, as `peft_targets` returns it. digest: digest of the
+    base's weights, as `folder_digest` returns it.
     """
 
     base: Path
@@ -268,7 +269,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class Source:
-    """Where A or B of one matrix is in a file: in the tensor `name` of `shape`.
+    """The place of A or B of one matrix in a file: the tensor `name`, of `shape`.
 
     expert: its number in a tensor of `num_experts`, A [E r, in] or B [out, r E]. rows: of a shared B, run after run;
     None: all.

@@ -95,7 +95,7 @@ def write_adapter(names: list[str], read: Callable[[str], Tensor], settings: Pef
 
 
 Rows = tuple[slice, ...]
-"""Where a product goes in a weight."""
+"""The place of a product in a weight."""
 
 
 def merged(
@@ -140,7 +140,9 @@ class MergedParameters:
         place: Place,
         scale: float,
     ) -> None:
-        """parameters: by global Megatron name, adapters too. specs: of the model. adapters: names of all A and B."""
+        """Take a rank's tensors. parameters: global Megatron name -> tensor, adapters too. specs: of the model.
+        adapters: names of all A and B.
+        """
         self.parameters, self.specs, self.place, self.scale = parameters, specs, place, scale
         self.pairs = merged_rows(specs, adapters)
         self._last: tuple[str, Tensor] | None = None

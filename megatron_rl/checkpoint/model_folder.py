@@ -36,7 +36,7 @@ SCORE_AT_END = "score_at_end_token"
 
 @dataclass(frozen=True)
 class EndTokens:
-    """The tokens that end a response: one list for whatever generates, learns, reads or exports responses.
+    """The tokens that end a response: one list for all that generates, learns, reads or exports responses.
 
     As in vLLM's server a response ends at the tokenizer's end token, and at each `eos_token_id` of
     generation_config.json, or of config.json where there is no such file. Files of one folder may name different
@@ -61,7 +61,7 @@ class EndTokens:
 class ModelFolder:
     """One folder. given: its path as the user wrote it. key: the configuration key that names it, for messages.
 
-    What is read stays as it was read, whatever happens to the files; whoever changes a value makes a copy.
+    What was read stays the same when the files change; code that changes a value makes a copy.
     """
 
     given: str | Path
@@ -69,7 +69,7 @@ class ModelFolder:
 
     @cached_property
     def path(self) -> Path:
-        """Where it is."""
+        """Its path, without "~"."""
         return Path(self.given).expanduser()
 
     @cached_property
@@ -178,7 +178,7 @@ class ModelFolder:
 
     @cached_property
     def num_tokens(self) -> int | None:
-        """How many of the first ids are tokens, up to the last one; None without a tokenizer. Raises as `tokenizer`.
+        """Number of the first ids that are tokens, up to the last one; None without a tokenizer. Raises as `tokenizer`.
 
         config.json may have more rows than the tokenizer has tokens, as padding. Such an id cannot be read: the text
         of a response does not have it, and other models with this tokenizer may have no row for it.
@@ -186,8 +186,8 @@ class ModelFolder:
         return max(self.tokenizer.get_vocab().values(), default=-1) + 1 if self.has_tokenizer else None
 
     def num_sampled_tokens(self, config: RunConfig) -> int:
-        """How many of the first ids may be sampled: no engine samples one that is no token, and the trainer's
-        distribution is that over the tokens, too.
+        """Return the number of the first ids that may be sampled: no engine samples an id that is no token, and the
+        trainer's distribution is over the tokens alone, too.
 
         All of config.json where there is no tokenizer, and for tasks that do not sample: they compute what transformers
         computes.
@@ -198,7 +198,7 @@ class ModelFolder:
 
     def write_generation_config(self, target: Path) -> None:
         """Write the generation_config.json of a folder that is made from this one. It names every token that ends a
-        response, so that whatever reads the folder stops where training did.
+        response, so that all programs that read the folder stop where training did.
         """
         ends, given = self.end_tokens, self.path / GENERATION
         if set(ends.ids) == set(ends.declared):

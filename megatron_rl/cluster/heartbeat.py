@@ -195,7 +195,7 @@ class Sign:
 
 
 class Hang(enum.Enum):
-    """How a rank hangs. Where several kinds occur, the first kind is the cause and the others wait for it."""
+    """The ways in which a rank hangs. Where several occur, the first one is the cause, and the others wait for it."""
 
     GONE = enum.auto()
     SILENT = enum.auto()

@@ -1,4 +1,4 @@
-"""How processes import: from the same folders, without the garbage collector, and leaving no empty folder behind."""
+"""Imports of processes: from the same folders, without the garbage collector, and leaving no empty folder behind."""
 
 from __future__ import annotations
 

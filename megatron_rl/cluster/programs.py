@@ -150,7 +150,7 @@ class Program:
 
 @dataclass(frozen=True)
 class ProgramAnswer:
-    """What a program printed, to stdout and stderr, and why that is not a whole reply; "" for exit code 0."""
+    """The output of a program, stdout and stderr. fault: why it is not a whole reply; "": the exit code is 0."""
 
     text: str
     fault: str = ""

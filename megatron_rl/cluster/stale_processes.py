@@ -107,7 +107,7 @@ def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILL
 @contextmanager
 def leaving_none_running() -> Iterator[list[psutil.Process]]:
     """At the end of this block, however it ends, kill and wait for all that this process has started in it, and what
-    that left, in whatever session. Yields a list that holds then what the kernel has not ended.
+    that left, in any session. Yields a list that holds then what the kernel has not ended.
 
     Killing a process group is not enough: Ray's workers and those of the user's code leave it. So this process adopts
     the orphans below it meanwhile, and all that it has not had before are of the block:

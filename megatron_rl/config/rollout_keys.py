@@ -43,7 +43,7 @@ STRAGGLER_POLICIES = ("wait", "truncate", "resample")
 
 
 class MTPUse(Enum):
-    """How a model's multi-token prediction (MTP) layer is used: not at all; by generation; by generation, and
+    """Uses of a model's multi-token prediction (MTP) layer: not at all; by generation; by generation, and
     trained."""
 
     NONE = "none"
@@ -53,7 +53,7 @@ class MTPUse(Enum):
 
 @dataclass
 class ValKwargsConfig:
-    """How validation samples."""
+    """Sampling in validation."""
 
     n: Annotated[int, Ge(1), AtMost(10**5)] = 1
     """Responses to each held-out prompt; more than one needs do_sample=true."""

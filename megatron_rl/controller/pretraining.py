@@ -32,7 +32,7 @@ class Pretraining:
     """
 
     def __init__(self, config: RunConfig, folder: ModelFolder) -> None:
-        """folder: of the policy."""
+        """Read the examples, unless `ptx.coef` is 0. folder: the one of the policy."""
         self.notes: list[str] = []
         self._examples: list[Example] = []
         self._cursor: MixtureCursor | None = None

@@ -164,7 +164,7 @@ OTHERS = (
     *("tensorboard", "curves.png", TIMELINE_FILE, "timeline.png", "calibration.json", "calibration.png", "view.html"),
     *(PLAN_FILE, REPAIRS_FILE, SCHEDULE_FILE, STACKS_FILE, PRINTS_FILE),
 )
-"""What belongs to its results. Files of other names are the user's, and stay."""
+"""Files of its results. Files with other names are the user's, and stay."""
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 """Keys of folders that a run writes to."""
 

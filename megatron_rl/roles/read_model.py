@@ -106,7 +106,7 @@ class ScoringRole(Role):
     """A role that only scores; constructing it reads the weights."""
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
-        """neighbours: the roles of this rank, as for `read_model`. Raises as that."""
+        """Read the weights. neighbours: the roles of this rank, as for `read_model`. Raises ConfigError as that."""
         super().__init__(spec)
         self.model = read_model(spec, rank, neighbours)
         self.cut = rank.micro_batching(spec.score)

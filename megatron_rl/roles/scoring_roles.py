@@ -28,7 +28,9 @@ class Reference(FollowingScorer):
     """Scores tokens as the policy did before training, or when this reference last moved to it."""
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
-        """neighbours: the roles of this rank, with the policy if the reference has its model or may move to it."""
+        """Read the weights. neighbours: the roles of this rank, with the policy if the reference has its model or may
+        move to it.
+        """
         super().__init__(spec, rank, neighbours)
         if spec.score is None or spec.score.call.makes is None:
             raise ValueError(f"the row of role {spec.name} does not name the column that it fills")
@@ -66,7 +68,7 @@ class Teacher(FollowingScorer):
     """A model whose distributions the actor learns from: of a folder of its own, or the actor as it is in this step."""
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
-        """neighbours: the roles of this rank, with the actor if it is the teacher."""
+        """Read the weights. neighbours: the roles of this rank, with the actor if it is the teacher."""
         super().__init__(spec, rank, neighbours)
         num_tokens = compared_tokens(rank, self.model.source.hf_config.vocab_size)
         self.scorer = self.model.scorer(num_tokens, rank.config.temperature)
@@ -120,8 +122,9 @@ def with_one_more_token(batch: Batch) -> Batch:
     sequence, the last one of a row with several conversations.
     """
     rows = [torch.cat([row, row.new_zeros(1)]) for row in batch["input_ids"].unbind()]
-    anew = batch.get("conversation_starts")
-    starts = None if anew is None else ragged([torch.cat([row, row.new_zeros(1)]) for row in anew.unbind()])
+    starts = batch.get("conversation_starts")
+    if starts is not None:
+        starts = ragged([torch.cat([row, row.new_zeros(1)]) for row in starts.unbind()])
     return single_turn(ragged(rows), torch.ones(len(rows), dtype=torch.int64), conversation_starts=starts)
 
 

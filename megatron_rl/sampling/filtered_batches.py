@@ -29,7 +29,9 @@ class GroupPrompts:
         num_groups: int,
         first_group: int,
     ) -> None:
-        """read: the next batch of generation of a cursor, `num_groups` groups. first_group: where `cursor` stands."""
+        """Begin at `first_group`, where `cursor` stands. read: returns the next batch of generation of a cursor,
+        `num_groups` groups.
+        """
         self._cursor, self._ahead, self._read = cursor, cursor.ahead(), read
         self._num_groups, self._first, self._next = num_groups, first_group, first_group
         self._batches: dict[int, Batch] = {}

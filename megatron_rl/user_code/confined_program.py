@@ -1,4 +1,4 @@
-"""Programs that the kernel confines to a folder (`sandbox`), and folders that can be removed whatever is in them."""
+"""Programs that the kernel confines to a folder (`sandbox`), and folders that can be removed with any content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class ConfinedProgram(Program):
         has_totals: bool = False,
         **options: Any,
     ) -> None:
-        """own: where it can write. has_totals: all its processes together have limits. options: of `Program`."""
+        """Start it. own: the folder in which it can write. has_totals: all its processes together have limits. options:
+        of `Program`.
+        """
         self.status = b""
         self._status, written = os.pipe()
         os.set_blocking(self._status, False)
