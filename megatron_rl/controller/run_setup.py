@@ -356,7 +356,13 @@ def rank_options(config: RunConfig, placement: Placement) -> PoolOptions:
     updates_on_host = any(
         role.settings.optim.override_optimizer_config.optimizer_cpu_offload for role in placement.trained
     )
-    variables = worker_environment(device, ranks_per_node, sees_node=sees_node, updates_on_host=updates_on_host)
+    variables = worker_environment(
+        device,
+        ranks_per_node,
+        sees_node=sees_node,
+        updates_on_host=updates_on_host,
+        survives_losses=bool(replicated_pools(config, placement)),
+    )
     held_bytes = config.trainer.held_bytes
     variables[HELD_BYTES] = "inf" if held_bytes is None else str(held_bytes)
     return PoolOptions(env=variables | handed_on(), sees_node=sees_node)

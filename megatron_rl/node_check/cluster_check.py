@@ -34,6 +34,7 @@ from megatron_rl.node_check.node_report import (
 )
 from megatron_rl.node_check.node_rules import NodeRules, judge, listing
 from megatron_rl.roles.environment import RankEnvironment
+from megatron_rl.roles.nccl_variables import BLOCKING_WAIT
 from megatron_rl.roles.rendezvous import open_store
 
 TIMEOUT = timedelta(seconds=60)
@@ -41,7 +42,7 @@ TIMEOUT = timedelta(seconds=60)
 NUM_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Bytes of an all-reduce, by device. So many that the time of a message without content does not matter."""
 REPEATS = 5
-BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+BLOCKING = {BLOCKING_WAIT: "1"}
 """NCCL then raises in the waiting thread after `TIMEOUT`, where otherwise the process is ended."""
 CLOCK_ROUNDS = 5
 REDUCE_LIMIT_S = 420.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.roles.nccl_variables import ERROR_HANDLING, nccl_variables
 
 LOOPBACK_PREFIX = "127."
 """Start of IPv4 loopback addresses."""
@@ -19,14 +20,11 @@ ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LOGGING_LEVEL, GRAPH_REGISTER = "VLLM_LOGGING_LEVEL", "NCCL_GRAPH_REGISTER"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 HANDED_ON = (
-    *("NCCL_", "TORCH_NCCL_", "CUDA_", "GLOO_"),
+    *("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUDA_", "GLOO_"),
     # Ranks of one engine on two nodes must compile and round alike.
     *("VLLM_", "NVTE_", "PYTORCH_", "TRITON_", "FLASHINFER_"),
 )
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-"""torch's record of NCCL's calls: written at a time-out, with that many calls."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +168,19 @@ MOST_THREADS_BESIDE_GPU = 4
 
 
 def worker_environment(
-    device_kind: str, ranks_per_node: int, *, sees_node: bool = False, updates_on_host: bool = False
+    device_kind: str,
+    ranks_per_node: int,
+    *,
+    sees_node: bool = False,
+    updates_on_host: bool = False,
+    survives_losses: bool = False,
 ) -> dict[str, str]:
     """Variables that must be set before a worker imports torch or vLLM. The user's own allocator settings, vLLM's level
     of logging, NCCL's registration of graphs and its record of calls are kept.
 
     sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
-    updates_on_host: Adam runs on the CPU next to a GPU (`optimizer_cpu_offload`). Raises ConfigError as
-    `allocator_settings`.
+    updates_on_host: Adam runs on the CPU next to a GPU (`optimizer_cpu_offload`). survives_losses: as
+    `nccl_variables`. Raises ConfigError as that and `allocator_settings`.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks_per_node)
     if device_kind == "cuda" and not updates_on_host:
@@ -212,7 +215,7 @@ def worker_environment(
             # forbids it below compute capability 10.
             GRAPH_REGISTER: os.environ.get(GRAPH_REGISTER, "0"),
             # A collective that hangs leaves a record of the last ones of every rank.
-            **{name: os.environ.get(name, value) for name, value in FLIGHT_RECORDER.items()},
+            **nccl_variables(os.environ, survives_losses),
             # vLLM's choice depends on the model, and the two sample other samples from one seed.
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             # These reach for the other ranks' GPUs, too, and have not been tried in a process with a trainer.

@@ -12,11 +12,11 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.environment import (
     ALLOCATOR_NAMES,
-    ERROR_HANDLING,
     choose_logging_level,
     lost_peers_survived,
     worker_environment,
 )
+from megatron_rl.roles.nccl_variables import ERROR_HANDLING
 
 pytestmark = pytest.mark.timeout(120)
 
