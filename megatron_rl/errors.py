@@ -85,10 +85,31 @@ class ConfigError(MegatronRLError):
         self.is_shortage = is_shortage
 
 
+@dataclass(frozen=True)
+class DeviceFault:
+    """What a GPU reported. kind: its words. is_certain: no code causes it.
+
+    node: the launcher's name of the GPU's node; host: its address. gpu: in the form of CUDA_VISIBLE_DEVICES; "" if it
+    is not known.
+    """
+
+    kind: str
+    is_certain: bool
+    node: str = ""
+    host: str = ""
+    gpu: str = ""
+
+    @property
+    def where(self) -> str:
+        """The GPU in messages."""
+        return f"GPU {self.gpu or 'of unknown number'} of node {self.host}"
+
+
 class WorkerFailure(MegatronRLError):
     """A worker raised, or its process died. The message names rank, role, method and the worker's traceback.
 
-    is_loss: a process or node was lost or hung, so that the same step may go well with other processes.
+    is_loss: a process, node or GPU was lost or hung, so that the same step may go well with others. device_fault: what
+    its GPU reported.
     """
 
     exit_code = 3
@@ -96,6 +117,7 @@ class WorkerFailure(MegatronRLError):
     def __init__(self, message: str = "", is_loss: bool = False) -> None:
         super().__init__(message)
         self.is_loss = is_loss
+        self.device_fault: DeviceFault | None = None
 
 
 class WorkerStall(WorkerFailure):

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import psutil
@@ -141,7 +142,7 @@ class RankCalls:
 def failure_of(error: BaseException, call: Call, process: ProcessInfo) -> RankFailure:
     """Describe the failure of a call, also where the process has died and can no longer report it."""
     if isinstance(error, RankFailed):
-        return error.failure
+        return replace(error.failure, node=process.node_id, host=process.host, gpu=process.gpus)
     died = isinstance(error, ProcessDied)
     return RankFailure(
         *call,

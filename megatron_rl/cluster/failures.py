@@ -11,10 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 from megatron_rl import errors
+from megatron_rl.cluster.device_faults import fault_of
 
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)|closed by peer"
@@ -29,7 +30,8 @@ class RankFailure:
 
     wall_time: seconds since the epoch when it happened, by the clock of the node that noticed it. died: the process is
     gone; otherwise it raised `error_type` and is alive. error_class: the class that the driver raises; the rank's own
-    class when that is one of `megatron_rl.errors`. pool: of the rank; the driver adds it.
+    class when that is one of `megatron_rl.errors`. pool: of the rank. node, host, gpu: as in `ProcessInfo`. The driver
+    adds these four.
     """
 
     rank: int
@@ -42,6 +44,15 @@ class RankFailure:
     died: bool = False
     error_class: type[errors.MegatronRLError] = errors.WorkerFailure
     pool: str = ""
+    node: str = ""
+    host: str = ""
+    gpu: str = ""
+
+    @property
+    def device_fault(self) -> errors.DeviceFault | None:
+        """What the rank's GPU reported, if that is what failed."""
+        fault = None if self.died else fault_of(self.error_type, self.message)
+        return None if fault is None else replace(fault, node=self.node, host=self.host, gpu=self.gpu)
 
     @property
     def looks_secondary(self) -> bool:
@@ -66,8 +77,13 @@ def describe(error: BaseException, *, rank: int, role: str, method: str) -> Rank
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the failure that caused the others: a dead process, else the earliest that is not a lost peer."""
-    return min(failures, key=lambda failure: (not failure.died, failure.looks_secondary, failure.wall_time))
+    """Return the failure that caused the others: a broken GPU, a dead process, or the earliest that is no lost peer."""
+
+    def order(failure: RankFailure) -> tuple[bool, bool, bool, float]:
+        has_fault = failure.device_fault is not None  # torch's watchdog may end its peers
+        return not has_fault, not failure.died, failure.looks_secondary, failure.wall_time
+
+    return min(failures, key=order)
 
 
 def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> errors.MegatronRLError:
@@ -93,7 +109,8 @@ def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> error
         message += f"\n{len(others)} other rank(s) failed after it: {', '.join(names)}"
     error = cause.error_class(message)
     if isinstance(error, errors.WorkerFailure):
-        error.is_loss |= cause.died or cause.looks_secondary
+        error.device_fault = cause.device_fault
+        error.is_loss |= cause.died or cause.looks_secondary or error.device_fault is not None
     if written_for_user:
         error.add_note(f"on the worker:\n{cause.traceback}")
     return error

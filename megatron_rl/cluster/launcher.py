@@ -128,8 +128,11 @@ class Ranks(ABC):
 class Launcher(AbstractContextManager["Launcher"], Protocol):
     """When it is left, no process of the run is left on this machine.
 
-    scratch: the run's folder on this machine. is_lost: the launcher itself is gone, and starts no more ranks.
+    scratch: the run's folder on this machine. is_lost: the launcher itself is gone, and starts no more ranks. may_grow:
+    what is missing now may come later, such as a node.
     """
+
+    may_grow: bool
 
     @property
     def scratch(self) -> Scratch: ...
@@ -139,6 +142,12 @@ class Launcher(AbstractContextManager["Launcher"], Protocol):
 
     def shortage(self, sizes: Sequence[PoolSize]) -> str:
         """Return a message when living nodes have no room for pools of these sizes, were they empty, else ""."""
+
+    def leave_out(self, node: str, gpu: str) -> None:
+        """Give a GPU to no rank from now on; node, gpu: as in `ProcessInfo`. The run's ranks must have ended."""
+
+    def take_back(self) -> None:
+        """Give ranks the GPUs again that were left out."""
 
     def hold_nodes(self) -> None:
         """Keep the run's segments on every node that had ranks until the launcher is left, also without ranks."""

@@ -24,11 +24,14 @@ class LocalLauncher:
     modules, variables: see `SupervisorClient`.
     """
 
+    may_grow = False
+
     def __init__(
         self, device_kind: str, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None
     ) -> None:
         self._modules, self._variables = modules, dict(variables or {})
         self._free_gpus = visible_gpus() if device_kind == "cuda" else None
+        self._left_out = list[str]()
         self._supervision: SupervisorClient
 
     def __enter__(self) -> Self:
@@ -52,8 +55,24 @@ class LocalLauncher:
         return False
 
     def shortage(self, sizes: Sequence[PoolSize]) -> str:
-        """Return "": this machine is there."""
-        return ""
+        """Return "", unless GPUs that are left out are needed: this machine is there."""
+        needed, free = sum(size.num_ranks_per_node for size in sizes), self._free_gpus
+        if free is None or not self._left_out or needed <= len(free):
+            return ""
+        without = ", ".join(self._left_out)
+        return f"the run needs {needed} GPUs of this machine, which has {len(free)} without GPU {without}"
+
+    def leave_out(self, node: str, gpu: str) -> None:
+        """Give a GPU to no rank from now on."""
+        if self._free_gpus is not None and gpu in self._free_gpus:
+            self._free_gpus.remove(gpu)
+            self._left_out.append(gpu)
+
+    def take_back(self) -> None:
+        """Give ranks the GPUs again that were left out."""
+        if self._free_gpus is not None:
+            self._free_gpus += self._left_out
+        self._left_out.clear()
 
     def hold_nodes(self) -> None:
         """Do nothing: this process holds the run's folder here."""

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.cluster.device_faults import wait_for_memory
 from megatron_rl.cluster.failures import RankFailure, describe
 from megatron_rl.cluster.handle import HOST
 from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
@@ -108,6 +109,7 @@ class RankWorker:
             coordinates: Coordinates = self._host.coordinates()
             return coordinates
 
+        wait_for_memory(os.environ)
         os.environ.update(env)
         least_bytes = float(os.environ.get(HELD_BYTES, LEAST_HELD_BYTES))
         self._files = RankFiles(os.environ.get(RUN_ID, ""), os.environ.get("NODE_ID", ""), least_bytes)

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.left_out_gpus import LeftOutGpus
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.node_agent import NodeAgent
 from megatron_rl.cluster.rank_messages import answer_of
@@ -53,7 +54,12 @@ class Shared(NamedTuple):
 
 
 class RayLauncher(RaySession):
-    """A session that starts ranks. device_kind: "cpu" or "cuda"; on CUDA each rank gets a GPU of its own."""
+    """A session that starts ranks. device_kind: "cpu" or "cuda"; on CUDA each rank gets a GPU of its own.
+
+    left_out: GPUs that no rank gets.
+    """
+
+    may_grow = True
 
     def __init__(
         self, num_ranks: int, device_kind: str, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None
@@ -62,6 +68,7 @@ class RayLauncher(RaySession):
         self._device_kind = device_kind
         self._holders: dict[str, ActorHandle] = {}
         self._asked: dict[str, ObjectRef] = {}  # replies that are late
+        self.left_out = LeftOutGpus(OWN_GPU_ONLY | {"PYTHONPATH": import_path()})
 
     def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> RayRanks:
         """Return the places, to be entered."""
@@ -83,7 +90,15 @@ class RayLauncher(RaySession):
         alive = {node["NodeID"]: node for node in living_nodes()}
         if silent := sorted((self._nodes_of_ranks & alive.keys()) - answering):
             return f"node {alive[silent[0]]['NodeManagerAddress']} does not respond, and Ray still counts it as alive"
-        return shortage([node["Resources"] for node in alive.values()], sizes, needs_of(self._device_kind))
+        return shortage(self.left_out.without([*alive.values()]), sizes, needs_of(self._device_kind))
+
+    def leave_out(self, node: str, gpu: str) -> None:
+        """Give a GPU to no rank from now on."""
+        self.left_out.hold(node, gpu)
+
+    def take_back(self) -> None:
+        """Give ranks the GPUs again that were left out."""
+        self.left_out.give_back()
 
     def hold_nodes(self) -> None:
         """Keep the run's segments on every node that had ranks until the launcher is left, also without ranks."""
@@ -121,7 +136,7 @@ class RayRanks(Ranks):
         self,
         size: PoolSize,
         device_kind: str,
-        session: RaySession,
+        session: RayLauncher,
         *,
         others: Sequence[PoolSize] = (),
     ) -> None:
@@ -237,7 +252,7 @@ class RayRanks(Ranks):
             time.sleep(0.5)
 
     def _shortage(self) -> str:
-        living = [node["Resources"] for node in living_nodes()]
+        living = self._session.left_out.without(living_nodes())
         return shortage(living, [self._size, *self._others], self._bundle)
 
 

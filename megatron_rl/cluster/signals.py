@@ -70,17 +70,22 @@ class LastResort:
 class StopRequest:
     """The signal that has asked the run to stop, if any, and the time by which the run must have ended.
 
-    deadline: in `time.monotonic()`, infinite before the signal.
+    deadline: in `time.monotonic()`, infinite before the signal. own_reason: why the run itself asks for its stop.
     """
 
     last_resort: LastResort
     signal: signal.Signals | None = None
     deadline: float = math.inf
+    own_reason: str = ""
 
     @property
     def is_set(self) -> bool:
         """Whether the run is to stop."""
-        return self.signal is not None
+        return self.signal is not None or self.own_reason != ""
+
+    def ask(self, reason: str) -> None:
+        """Have the run save what it has, without another step, and stop."""
+        self.own_reason, self.deadline = reason, time.monotonic()
 
     def remaining_s(self) -> float:
         """Seconds until the deadline, never below 0."""

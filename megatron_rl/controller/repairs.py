@@ -25,7 +25,15 @@ from megatron_rl.cluster.signals import StopRequest, graceful_signals
 from megatron_rl.config.roles import PoolSize, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
-from megatron_rl.errors import ConfigError, CopyLost, MegatronRLError, WorkerFailure
+from megatron_rl.errors import (
+    ConfigError,
+    CopyLost,
+    DeviceFault,
+    MegatronRLError,
+    StoppedAfterStep,
+    StoppedBeforeStep,
+    WorkerFailure,
+)
 from megatron_rl.observe.appended_file import opened_to_append
 from megatron_rl.observe.terminal import warn
 from megatron_rl.planning.preflight import preflight
@@ -70,12 +78,25 @@ class NodesReturned(Exception):
     """A run on fewer nodes than it was given can have all of them again; its newest step is copied or saved."""
 
 
+class FaultHistory:
+    """The faults of GPUs that a run has seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], set[tuple[str, str]]] = {}
+
+    def is_code(self, fault: DeviceFault, step: int) -> bool:
+        """Note a fault in the step after `step`; return whether another GPU had it there, so that the code has it."""
+        gpus = self._seen.setdefault((fault.kind, step), set())
+        gpus.add((fault.node, fault.gpu))
+        return not fault.is_certain and len(gpus) > 1
+
+
 class Repairs:
     """The state of a run that is kept when its ranks are started again; a context manager around all attempts.
 
     config: of the present attempt, which may have fewer nodes. stop: the request to stop. attempt: number of the
     present start, from 0. folders: that roles start from. started: time of the first, on the monotonic clock. all: the
-    repairs so far.
+    repairs so far. unrepaired: the loss after which the present attempt only saves.
     """
 
     def __init__(self, config: RunConfig, stop: StopRequest, local: bool) -> None:
@@ -89,6 +110,8 @@ class Repairs:
         self._launcher: Launcher | None = None
         self._kept: list[KeptCopy] = []
         self._last_step, self._num_idle = 0, 0
+        self._faults = FaultHistory()
+        self.unrepaired: WorkerFailure | None = None
         self._lost_at: float | None = None
         self._read: dict[str, Any] = {}
         self.folders = model_folders(config)
@@ -187,8 +210,8 @@ class Repairs:
         is_repairable = failure.is_loss or isinstance(failure, CopyLost)
         # A run that is to stop is repaired only to save what a copy has.
         has_nothing_to_save = self.stop.is_set and not self._kept
-        if launcher is None or launcher.is_lost or not is_repairable or has_nothing_to_save:
-            raise failure
+        if launcher is None or launcher.is_lost or not is_repairable or has_nothing_to_save or self.unrepaired:
+            raise self.unrepaired or failure
         if len(self.all) == self._trainer.max_repairs:
             warn(f"not repaired: it is loss {len(self.all) + 1}, and trainer.max_repairs={self._trainer.max_repairs}")
             raise failure
@@ -201,9 +224,32 @@ class Repairs:
         warn(f"repair {len(self.all)} of at most {self._trainer.max_repairs}: {reason}")
         if isinstance(failure, CopyLost):
             self._kept.clear()
+        if failure.device_fault is not None:
+            self._leave_out(failure.device_fault, launcher, failure)
         self.wait_for_room(failure)
         self._drop_torn(launcher)
         self.attempt += 1
+
+    def _leave_out(self, fault: DeviceFault, launcher: Launcher, failure: WorkerFailure) -> None:
+        """Give the broken GPU to no rank any more. Raises `failure` where the fault is in the code."""
+        if self._faults.is_code(fault, self._last_step):
+            warn(f"not repaired: {fault.kind}, in the same step on another GPU: the code does it, not the GPU")
+            raise failure
+        if fault.gpu:
+            launcher.leave_out(fault.node, fault.gpu)
+            warn(f"{fault.where} reported: {fault.kind}; no rank gets it any more")
+
+    def _save_alone(self, failure: WorkerFailure, missing: str) -> None:
+        """Start the ranks once more, also on GPUs that were left out, to save the newest copy. Raises `failure` where
+        there is nothing to save, or no GPU was left out.
+        """
+        assert self._launcher is not None, "no rank was started"
+        if failure.device_fault is None or not self._kept or self._trainer.save_freq < 1:
+            raise failure
+        warn(f"no other GPU is free: {missing}; the run saves its newest copy and ends")
+        self._launcher.take_back()
+        self.unrepaired = failure
+        self.stop.ask(missing)
 
     def wait_for_room(self, failure: WorkerFailure) -> None:
         """Wait until living nodes have room for all pools; after `trainer.repair_wait_s` take fewer nodes.
@@ -216,14 +262,16 @@ class Repairs:
         while missing := self._shortage_of_known():
             if self.stop.is_set:
                 raise failure
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not self._launcher.may_grow:
                 fitting = (
                     fewer for fewer in on_fewer_nodes(self.config) if not self._launcher.shortage(needed_sizes(fewer))
                 )
                 fewer = next(fitting, None)
                 if fewer is None:
-                    warn(f"not repaired after trainer.repair_wait_s={wait_s:g} s: {missing}")
-                    raise failure
+                    waited = f" after trainer.repair_wait_s={wait_s:g} s" if self._launcher.may_grow else ""
+                    warn(f"not repaired{waited}: {missing}")
+                    self._save_alone(failure, missing)
+                    return
                 warn(f"continuing with trainer.nnodes={fewer.trainer.nnodes} after {wait_s:g} s: {missing}")
                 self.config = fewer
                 return
@@ -285,6 +333,12 @@ def with_repairs(config: RunConfig, local: bool, run_once: Callable[[Repairs], R
         while True:
             try:
                 return run_once(repairs)
+            except (StoppedAfterStep, StoppedBeforeStep) as stopped:
+                if repairs.unrepaired is None:
+                    raise
+                raise WorkerFailure(
+                    f"{repairs.unrepaired}\nnot repaired: {repairs.stop.own_reason}; {stopped}"
+                ) from None
             except (WorkerFailure, ConfigError) as error:
                 loss = repairable(error, loss)
                 loss.__context__ = loss.with_traceback(None).__cause__ = None  # their frames have the run's batches

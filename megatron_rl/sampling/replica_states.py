@@ -132,10 +132,12 @@ class ReplicaSlots:
         slot.replica.stop("it failed too often")
         self._say(f"the rollout replica {name} failed again after {num_restarts} restarts and stays away: {error}")
         if all(slot.state is State.GONE for slot in self.all):
-            raise WorkerFailure(
+            failure = WorkerFailure(
                 f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}",
                 is_loss=True,
             )
+            failure.device_fault = error.device_fault if isinstance(error, WorkerFailure) else None
+            raise failure
         return None
 
     # Of an elastic pool

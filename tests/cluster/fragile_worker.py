@@ -44,6 +44,15 @@ class FragileWorker:
         raise RuntimeError(LOST_PEER)
 
     @remote_method(Dispatch.ONE_TO_ALL)
+    def gpu_of(self, unlucky_rank: int, report: str) -> str:
+        """The GPU that the rank sees; on one rank CUDA reports an error, as torch raises it, and peers lose it."""
+        if unlucky_rank < 0:
+            return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if self.rank == unlucky_rank:
+            raise RuntimeError(f"CUDA error: {report}\nCUDA kernel errors might be asynchronously reported")
+        raise RuntimeError(LOST_PEER)
+
+    @remote_method(Dispatch.ONE_TO_ALL)
     def lose(self, unlucky_rank: int, seconds: float) -> None:
         """One rank is killed after so many seconds; all others report at once that they have lost a peer."""
         if self.rank == unlucky_rank:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.cluster.launcher import VISIBLE_GPUS
+from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.load import load_config
-from megatron_rl.controller.repairs import REPAIRS_FILE, Repair, Repairs
+from megatron_rl.config.roles import PoolSize
+from megatron_rl.controller.repairs import REPAIRS_FILE, FaultHistory, Repair, Repairs
+from megatron_rl.errors import DeviceFault, WorkerFailure
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,3 +45,53 @@ def test_a_repair_goes_on_without_its_line(repaired: Repairs, tmp_path: Path, ca
     """Where the file cannot be written a sentence says so. Would not catch a disk that fails later."""
     assert repaired.begun(3, "copy", tmp_path / "absent")["repair/number"] == 1
     assert "is missing repair 1: No such file or directory" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch, repaired: Repairs) -> Iterator[Repairs]:
+    """A run on this machine's four GPUs, one more than it needs, with a copy of step 4; no process is started."""
+    monkeypatch.setenv(VISIBLE_GPUS, "0,1,2,3")
+    config = load_config(REPOSITORY / "configs/demo_cpu.yaml", ["trainer.max_repairs=5", "trainer.n_gpus_per_node=3"])
+    repairs = Repairs(config, repaired.stop, local=False)
+    with repairs, repairs.launcher(lambda: LocalLauncher("cuda")):
+        repairs.took(4)
+        repairs.keep(4, repairs.new_folder(4), {})
+        yield repairs
+
+
+def lost(gpu: str, kind: str, is_certain: bool) -> WorkerFailure:
+    """The loss that a GPU's report makes."""
+    failure = WorkerFailure(f"rank 1 raised RuntimeError: {kind}", is_loss=True)
+    failure.device_fault = DeviceFault(kind, is_certain, "node", "host", gpu)
+    return failure
+
+
+def test_the_same_error_on_another_gpu_is_of_code(on_gpus: Repairs, capsys: pytest.CaptureFixture[str]) -> None:
+    """An illegal memory access may be either; uncorrectable memory never is. Would not catch code that fails at random
+    steps, which `max_repairs` bounds.
+    """
+    on_gpus.prepare(lost("2", "illegal memory access", is_certain=False))
+    on_gpus.took(5)
+    failure = lost("1", "illegal memory access", is_certain=False)
+    assert FaultHistory().is_code(failure.device_fault, 5) is False
+    on_gpus._last_step = 4
+    with pytest.raises(WorkerFailure):
+        on_gpus.prepare(failure)
+    assert "the code does it, not the GPU" in " ".join(capsys.readouterr().out.split())
+    history = FaultHistory()
+    assert not any(history.is_code(lost(gpu, "uncorrectable ecc error", True).device_fault, 4) for gpu in "12")
+
+
+def test_without_another_gpu_the_run_saves_and_ends(repaired: Repairs, on_gpus: Repairs) -> None:
+    """The second broken GPU of four leaves two for three ranks: an attempt only to save, then the loss itself. Would
+    not catch an attempt that needs the broken GPU for long.
+    """
+    on_gpus.prepare(lost("2", "uncorrectable ecc error", is_certain=True))
+    assert not on_gpus.stop.is_set
+    second = lost("0", "uncorrectable ecc error", is_certain=True)
+    on_gpus.prepare(second)
+    assert on_gpus.stop.is_set and on_gpus.stop.remaining_s() == 0 and on_gpus.unrepaired is second
+    assert on_gpus.kept is not None and on_gpus._launcher.shortage([PoolSize(1, 4)]) == ""
+    with pytest.raises(WorkerFailure) as raised:
+        on_gpus.prepare(WorkerFailure("rank 0 died while it saved", is_loss=True))
+    assert raised.value is second
