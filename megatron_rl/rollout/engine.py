@@ -24,7 +24,7 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.rollout.addresses import must_stay, places
-from megatron_rl.rollout.arguments import adapter_arguments, engine_arguments
+from megatron_rl.rollout.arguments import engine_arguments, with_adapter
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.shared_weights import MTPModel, register_shared_loader
@@ -144,7 +144,7 @@ class RolloutEngine:
         arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)
         adapters = adapters or EngineAdapters({}, 0, 1.0)
         if adapters.tensors:
-            arguments |= adapter_arguments(adapters.rank, adapters.tensors)
+            arguments = with_adapter(arguments, adapters.rank, adapters.scale, adapters.tensors)
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)), using_adapters(adapters.tensors, adapters.scale):
             self.llm = LLM(**arguments)
