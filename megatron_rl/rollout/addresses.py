@@ -7,7 +7,7 @@ the engine is built and compared before it generates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,10 +17,20 @@ class MovedTensorError(RuntimeError):
 
 
 def places(models: Sequence[torch.nn.Module], caches: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Name -> address of every parameter, under each of its names, and of every tensor of the KV cache."""
+    """Name -> address of every parameter, under each of its names, of adapters, and of every tensor of the KV cache."""
     parameters = [pair for model in models for pair in model.named_parameters(remove_duplicate=False)]
     addresses = {f"parameter {name}": parameter.data_ptr() for name, parameter in parameters}
+    addresses |= {name: tensor.data_ptr() for model in models for name, tensor in stacked(model)}
     return addresses | {f"KV cache tensor {number}": cache.data_ptr() for number, cache in enumerate(caches)}
+
+
+def stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what layers of LoRA read: they have their buffers in tuples, which are neither parameters nor buffers."""
+    for module_name, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, tuple):
+                tensors = [(number, each) for number, each in enumerate(value) if isinstance(each, torch.Tensor)]
+                yield from ((f"tensor {number} of {module_name}.{name}", each) for number, each in tensors)
 
 
 def must_stay(noted: dict[str, int], now: dict[str, int]) -> None:

@@ -49,3 +49,19 @@ def test_what_moves_is_named() -> None:
     with pytest.raises(MovedTensorError, match=r"parameter b\.weight .*, and 1 more\. Whoever"):
         moved = {name: place + 1 for name, place in noted.items() if name.startswith("parameter")}
         must_stay(moved, places([model], []))
+
+
+def test_an_adapter_that_moves_is_named() -> None:
+    """A layer of vLLM's has its adapter's buffers in tuples. Would not catch buffers of experts, which are none here."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    layer = BaseLayerWithLoRA()
+    layer.lora_a_stacked, layer.lora_b_stacked = (torch.ones(1, 1, 8, 4),) * 2, (torch.ones(1, 1, 6, 8),)
+    layer.output_slices, model = (6, 4), torch.nn.ModuleDict({"q_proj": layer})
+    noted = places([model], [])
+    assert len(noted) == 3
+    layer.lora_b_stacked[0].mul_(2)
+    must_stay(noted, places([model], []))
+    layer.lora_a_stacked = (layer.lora_a_stacked[0], layer.lora_a_stacked[1].clone())
+    with pytest.raises(MovedTensorError, match=r"moved since: tensor 1 of q_proj\.lora_a_stacked \(0x[0-9a-f]+ when"):
+        must_stay(noted, places([model], []))
