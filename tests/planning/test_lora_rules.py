@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,23 @@ def test_routed_experts(tmp_path):
     case.set({f"{LORA}.target_modules": ["*.experts.*"], "trainer.device": "cuda"})
     rule = f"do not go together: no GPU has run it; try: {excluded} {targets}; or set trainer.allow_unproven=true"
     assert f"{LORA}.target_modules=['*.experts.*'] and trainer.device=cuda {rule}" in in_words(case)
+
+
+def test_adapters_in_float32_on_gpus(case):
+    """vLLM would stop in the first request. Merged ones, 16 bits and CPUs are allowed, and merging is chosen where it is
+    left open. Would not catch another dtype that its kernels refuse.
+    """
+    case.set({"trainer.device": "cuda", f"{MEGATRON}.dtype": "float32"})
+    why = "vLLM's kernels of adapters on GPUs have no float32"
+    given = f"{LORA}.rank=16 and {LORA}.merge=false and {MEGATRON}.dtype=float32 and trainer.device=cuda"
+    assert f"{given} do not go together: {why}; try: {LORA}.merge=true" in in_words(case)
+    kernels = Path(find_spec("vllm").origin).with_name("lora") / "ops/triton_ops/lora_shrink_op.py"
+    assert "assert inputs.dtype in [torch.float16, torch.bfloat16]" in kernels.read_text()
+    config, lines = with_merge_chosen(case.config, [f"{LORA}.rank"])
+    assert config.actor_rollout_ref.model.lora.merge and lines == [f"{LORA}.merge=true is chosen: {why}"]
+    for changes in ({f"{LORA}.merge": True}, {f"{LORA}.merge": False, f"{MEGATRON}.dtype": "bfloat16"}):
+        case.set(changes)
+        assert not [text for text in in_words(case) if why in text]
 
 
 def test_merging_is_chosen_where_it_is_left_open(tmp_path, case):

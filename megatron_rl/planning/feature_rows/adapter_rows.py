@@ -85,13 +85,21 @@ def _unmerged(run: RunFacts, use: Use) -> str:
     )
 
 
+def _float32(run: RunFacts, use: Use) -> str:
+    role = use.role
+    if role is None or not role.kind.is_sampled or role.lora.merge or run.on_cpu or _merged_alone(run, use):
+        return ""
+    dtype = role.megatron.dtype
+    return f"vLLM's kernels of adapters on GPUs have no {dtype}" if dtype == "float32" else ""
+
+
 def merge_choices(run: RunFacts) -> Iterator[tuple[RoleSpec, str]]:
     """Yield each role whose generation needs merged adapters and has others, with the reason, where merging helps."""
     if run.config.actor_rollout_ref.rollout.drop_train_weights:
         return
     for role in adapted(run):
         use = Use({}, {}, role)
-        if why := _merged_alone(run, use):
+        if why := _merged_alone(run, use) or _float32(run, use):
             yield role, why
         elif routed_targets(run, role)[1] and _unmerged(run, use):
             yield role, "vLLM's kernels of experts on CPUs add no adapters"
@@ -107,6 +115,11 @@ def _unmerged_key(run: RunFacts, use: Use) -> Settings:
     return {} if use.role is None else {f"{lora_key(use.role)}.merge": False}
 
 
+def _unmerged_dtype(run: RunFacts, use: Use) -> Settings:
+    key = f"{use.role.key}.megatron.dtype" if use.role is not None else ""
+    return _unmerged_key(run, use) | ({key: run.value(key), "trainer.device": run.device} if key else {})
+
+
 ROWS = (
     Feature(
         "lora",
@@ -119,6 +132,14 @@ ROWS = (
                 _merged_alone,
                 _merge,
                 keys=_unmerged_key,
+            ),
+        ),
+        of_layout=(
+            Requirement(
+                f"{LORA}.merge=true, or 16 bits on GPUs",
+                _float32,
+                _merge,
+                keys=_unmerged_dtype,
             ),
         ),
         in_tasks=True,
