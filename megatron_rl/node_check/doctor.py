@@ -36,6 +36,8 @@ RAY_PORT = 6379
 MODELS = "models--"
 """What folders of models in the Hugging Face cache begin with."""
 LEAST_MEMORY, LEAST_SHARED, LEAST_DISK, LEAST_FILES = 4 * GB, 1 * GB, 5 * GB, 1024
+NVCC = "/usr/local/cuda/bin/nvcc"
+"""Where CUDA's toolkit has its compiler, which is seldom in PATH."""
 BUSY = 1.5
 """Programs that compute on each core, above which a run is slowed down by others."""
 
@@ -80,13 +82,14 @@ class RunNeeds:
 class ToolFacts:
     """What commands and a configuration need besides packages.
 
-    compiler: path of g++, "" for none. ray_port: "" or why `RAY_PORT` cannot be opened. cache: folder of Hugging Face
-    models; cached: how many; cache_fault: "" or why no model can be stored there. absent: trackers that the run names
-    and that are not installed. run_folder, run_disk: where the run's files go, and free bytes there; "" and 0 without
-    a configuration.
+    compiler, nvcc: paths of g++ and of CUDA's compiler, "" for none. ray_port: "" or why `RAY_PORT` cannot be opened.
+    cache: folder of Hugging Face models; cached: how many; cache_fault: "" or why no model can be stored there. absent:
+    trackers that the run names and that are not installed. run_folder, run_disk: where the run's files go, and free
+    bytes there; "" and 0 without a configuration.
     """
 
     compiler: str = ""
+    nvcc: str = ""
     ray_port: str = ""
     cache: str = ""
     cached: int = 0
@@ -163,6 +166,7 @@ def tool_facts(needs: RunNeeds) -> ToolFacts:
     cache = hub_cache()
     return ToolFacts(
         compiler=shutil.which("g++") or "",
+        nvcc=shutil.which("nvcc") or shutil.which(NVCC) or "",
         ray_port=why_no_port(RAY_PORT),
         cache=str(cache),
         cached=len(list(cache.glob(f"{MODELS}*"))),
@@ -283,6 +287,9 @@ def _devices(facts: MachineFacts) -> Iterator[Symptom]:
         fault = "" if facts.cuda else f"{value}, but torch is built for CPUs"
         remedy = 'install a torch for CUDA: pip install -e ".[gpu]"; this one runs trainer.device=cpu alone'
         yield judged("GPUs", f"{value}, torch for CUDA {facts.cuda}", fault, remedy)
+        remedy = f"install CUDA's toolkit {facts.cuda}: vLLM's FlashInfer compiles attention on Blackwell, and "
+        remedy += "transformer-engine and apex are built with it; nothing else needs it"
+        yield judged("nvcc", facts.tools.nvcc, "" if facts.tools.nvcc else "not installed", remedy)
     else:
         fault = f"none, though torch is built for CUDA {facts.cuda}" if facts.cuda else ""
         remedy = "runs need trainer.device=cpu; where there are GPUs, see why nvidia-smi does not list them"

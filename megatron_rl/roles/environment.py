@@ -221,5 +221,7 @@ def worker_environment(
             # These reach for the other ranks' GPUs, too, and have not been tried in a process with a trainer.
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+            # Requests have seeds, which its sampler refuses; vLLM would still import it, and ask for nvcc.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
     return variables

@@ -18,6 +18,9 @@ LOAD_FORMAT = "megatron_rl_shared"
 PROPOSER = "megatron_rl.rollout.earlier_proposer.EarlierProposer"
 """What makes draft tokens from earlier responses; vLLM builds it."""
 
+GATED_DELTA = {"gdn_prefill_backend": "triton"}
+"""vLLM's kernels of the gated delta rule. Its own choice on Hopper, FlashInfer's, is compiled by nvcc."""
+
 LEAST_UTILIZATION = 1e-6
 """Share of a GPU that vLLM requires to be free. It accepts no zero."""
 
@@ -83,7 +86,7 @@ def engine_arguments(
             "compilation_config": compilation(config),
             # A part of the key under which vLLM keeps compiled code. Without it the key has the rank in the world, and
             # code for one place in a TP group, with its bounds of the vocabulary, would run in another.
-            "additional_config": {"tp_rank": tp_rank},
+            "additional_config": {"tp_rank": tp_rank, **GATED_DELTA},
         }
     return arguments
 

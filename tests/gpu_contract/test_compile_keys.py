@@ -1,4 +1,4 @@
-"""Compiled code is kept for a key. Each configuration key that reaches vLLM changes that key, or no constant of its code.
+"""Compiled code is kept for a key. Each configuration key that reaches vLLM changes that key, or no constant.
 
 Code of another key would run with the constants of the run that compiled it. Whole engines are compared in
 tests/rehearse; these are the arguments, and what our own changes to vLLM put into its graphs.
@@ -19,7 +19,7 @@ import torch
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.rollout_keys import RolloutConfig
 from megatron_rl.model.parts import GroupedAttention
-from megatron_rl.rollout.arguments import engine_arguments, with_adapter
+from megatron_rl.rollout.arguments import GATED_DELTA, engine_arguments, with_adapter
 from third_party_patches import VLLM, modules_for
 from third_party_patches.vllm.adapter_views import Given, bind
 
@@ -93,7 +93,7 @@ def test_so_has_what_follows_from_the_model(moe_folder: str, key_of: Keys) -> No
 
 
 def test_adapters_of_other_alphas_have_their_own_code(moe_folder: str, key_of: Keys) -> None:
-    """Rank 32 with alpha 32 and 128, another rank, another linear. Without `lora_scale` the first two keys would be one.
+    """Rank 32 with alpha 32 and 128, another rank, another linear; without `lora_scale` the first two keys are one.
     Would not catch a constant that the next test does not list.
     """
     plain, alphas = arguments(moe_folder), [LoraConfig(rank=32, alpha=alpha).scale for alpha in (32.0, 128.0)]
@@ -129,7 +129,7 @@ def constants(scale: float) -> list[Any]:
 
 
 def test_the_scale_is_a_constant_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason why it is in the key: if this fails, it may leave. Would not catch a kernel that reads it elsewhere."""
+    """The reason why it is in the key: if this fails, it may leave. Would not catch a kernel that has its own."""
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     assert constants(1.0) != constants(4.0) == [4.0]
 
@@ -145,3 +145,17 @@ def test_what_engines_are_built_with_is_in_the_key() -> None:
         for parameter in inspect.signature(function).parameters
     }
     assert found == OF_CONTEXTS.keys()
+
+
+def test_gated_delta_rules_start_without_nvcc(moe_folder: str, vllm_config_of: Any, monkeypatch: Any) -> None:
+    """vLLM takes Triton's kernels on a Hopper; its own choice is FlashInfer's. Would not catch other kernels."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layer
+
+    hopper = SimpleNamespace(
+        is_rocm=lambda: False, is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90
+    )
+    monkeypatch.setattr(layer, "current_platform", hopper)
+    given = vllm_config_of(arguments(moe_folder))
+    assert layer._resolve_gdn_prefill_backend(given)[1] == GATED_DELTA["gdn_prefill_backend"] == "triton"
+    given.additional_config.pop("gdn_prefill_backend")
+    assert layer._resolve_gdn_prefill_backend(given)[1] == "flashinfer"

@@ -44,6 +44,7 @@ def test_what_cuda_has_and_the_cpu_has_not(on_cuda: dict[str, str]) -> None:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     assert set(on_cpu) - set(on_cuda) == {"VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE"}
 
@@ -57,6 +58,7 @@ def test_vllm_knows_and_reads_every_variable(on_cuda: dict[str, str]) -> None:
         assert not name.startswith("VLLM_") or name in envs.environment_variables
     assert envs.VLLM_USE_V2_MODEL_RUNNER is True
     assert envs.VLLM_ALLREDUCE_USE_SYMM_MEM is False and envs.VLLM_ALLREDUCE_USE_FLASHINFER is False
+    assert envs.VLLM_USE_FLASHINFER_SAMPLER is False
     assert envs.VLLM_ENABLE_V1_MULTIPROCESSING is False
 
 

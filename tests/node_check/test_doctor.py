@@ -40,7 +40,7 @@ WELL = MachineFacts(
     unwritable=(),
     loopback="",
     ray_address="",
-    tools=ToolFacts(compiler="/usr/bin/g++", cache="/home/me/.cache/huggingface/hub"),
+    tools=ToolFacts(compiler="/usr/bin/g++", nvcc="/usr/local/cuda/bin/nvcc", cache="/home/me/.cache/huggingface/hub"),
 )
 
 
@@ -77,7 +77,8 @@ def test_a_good_machine() -> None:
         ({"num_files": 256}, "open files", Condition.DOUBTFUL, "ulimit -n"),
         ({"unwritable": ("/root",)}, "/root", Condition.BROKEN, "HOME"),
         ({"temporary": "/" + 60 * "a"}, "TMPDIR", Condition.DOUBTFUL, "a shorter path, by "),
-        ({"tools": ToolFacts()}, "g++", Condition.DOUBTFUL, "apt install g++"),
+        ({"tools": ToolFacts(nvcc="/usr/bin/nvcc")}, "g++", Condition.DOUBTFUL, "apt install g++"),
+        ({"tools": ToolFacts("/usr/bin/g++")}, "nvcc", Condition.DOUBTFUL, "install CUDA's toolkit 13.0: FlashInfer"),
         (
             {"tools": replace(WELL.tools, absent=("opentelemetry",))},
             "tracker opentelemetry",

@@ -132,8 +132,8 @@ def test_routed_experts(tmp_path):
 
 
 def test_adapters_in_float32_on_gpus(case):
-    """vLLM would stop in the first request. Merged ones, 16 bits and CPUs are allowed, and merging is chosen where it is
-    left open. Would not catch another dtype that its kernels refuse.
+    """vLLM would stop in the first request. Merged ones, 16 bits and CPUs are allowed, and merging is chosen where it
+    is left open. Would not catch another dtype that its kernels refuse.
     """
     case.set({"trainer.device": "cuda", f"{MEGATRON}.dtype": "float32"})
     why = "vLLM's kernels of adapters on GPUs have no float32"

@@ -57,7 +57,6 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     os.environ |= worker_environment("cuda", pool.size.num_ranks_per_node)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(pool.world_size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it is compiled, and not installed
     pretend(mode)
     stand_in()
     torch.distributed.init_process_group(rank=rank, world_size=pool.world_size)

@@ -52,7 +52,7 @@ def test_what_moves_is_named() -> None:
 
 
 def test_an_adapter_that_moves_is_named() -> None:
-    """A layer of vLLM's has its adapter's buffers in tuples. Would not catch buffers of experts, which are none here."""
+    """A layer of vLLM's has its adapter's buffers in tuples. Would not catch buffers of experts."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
     layer = BaseLayerWithLoRA()
