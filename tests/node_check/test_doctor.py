@@ -78,7 +78,7 @@ def test_a_good_machine() -> None:
         ({"unwritable": ("/root",)}, "/root", Condition.BROKEN, "HOME"),
         ({"temporary": "/" + 60 * "a"}, "TMPDIR", Condition.DOUBTFUL, "a shorter path, by "),
         ({"tools": ToolFacts(nvcc="/usr/bin/nvcc")}, "g++", Condition.DOUBTFUL, "apt install g++"),
-        ({"tools": ToolFacts("/usr/bin/g++")}, "nvcc", Condition.DOUBTFUL, "install CUDA's toolkit 13.0: FlashInfer"),
+        ({"tools": ToolFacts("/usr/bin/g++")}, "nvcc", Condition.DOUBTFUL, "install CUDA's toolkit 13.0: vLLM's"),
         (
             {"tools": replace(WELL.tools, absent=("opentelemetry",))},
             "tracker opentelemetry",
