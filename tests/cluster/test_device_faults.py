@@ -13,7 +13,7 @@ import pytest
 from fragile_worker import FragileWorker
 from launchers import BOTH, make_launcher, reserved
 
-from megatron_rl.cluster.device_faults import STEADY_LOOKS, fault_of
+from megatron_rl.cluster.device_faults import fault_of
 from megatron_rl.cluster.launcher import VISIBLE_GPUS
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
@@ -85,7 +85,7 @@ def test_no_later_rank_gets_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         started = time.monotonic()
         with reserved(launcher, 2) as ranks, ProcessPool("t", ranks, FragileWorker) as pool:
             assert pool.host(FragileWorker).gpu_of(-1, "").get() == ["7", "3"]
-        assert int(left.read_text()) < 0 and 1 < time.monotonic() - started < STEADY_LOOKS + 10
+        assert int(left.read_text()) < 0 and time.monotonic() - started > 1
         assert launcher.shortage([PoolSize(1, 2)]) == ""
         assert "needs 3 GPUs of this machine, which has 2 without GPU 5" in launcher.shortage([PoolSize(1, 3)])
         launcher.take_back()
