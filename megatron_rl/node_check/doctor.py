@@ -5,9 +5,7 @@ Facts are gathered first and judged by a pure function. Neither imports torch, a
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import resource
 import shutil
 import socket
@@ -24,6 +22,7 @@ from packaging.requirements import Requirement
 
 from megatron_rl.cluster.scratch import LONGEST_BASE, SEGMENTS
 from megatron_rl.config.urls import shown_url
+from megatron_rl.node_check.cuda_drivers import least_driver, newer_driver, torch_cuda
 from megatron_rl.node_check.node_facts import DRIVER, node_facts
 from megatron_rl.observe.services import PACKAGES, absent_services
 
@@ -204,18 +203,6 @@ def place_of(find: Callable[[], str | Path]) -> str | None:
         return None
 
 
-def torch_cuda() -> str:
-    """Return the CUDA version that torch was built for, from its version file; "" for none, or without torch."""
-    torch_spec = importlib.util.find_spec("torch")
-    if torch_spec is None or torch_spec.origin is None:
-        return ""
-    with suppress(OSError, ValueError):
-        text = Path(torch_spec.origin).with_name("version.py").read_text()
-        stated = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
-        return stated.group(1) if stated else ""
-    return ""
-
-
 def why_no_port(port: int) -> str:
     """Why a port of 127.0.0.1 cannot be opened; "" where it can. port: 0: any that is free."""
     try:
@@ -286,6 +273,9 @@ def _devices(facts: MachineFacts) -> Iterator[Symptom]:
         value = f"{len(facts.gpus)} x {', '.join(dict.fromkeys(facts.gpus))}, driver {facts.driver}"
         fault = "" if facts.cuda else f"{value}, but torch is built for CPUs"
         remedy = 'install a torch for CUDA: pip install -e ".[gpu]"; this one runs trainer.device=cpu alone'
+        if (least := least_driver(facts.cuda, facts.driver)) is not None:
+            fault = f"{value}, but torch is built for CUDA {facts.cuda}"
+            remedy = f"install {newer_driver(facts.cuda, least)}"
         yield judged("GPUs", f"{value}, torch for CUDA {facts.cuda}", fault, remedy)
         remedy = f"install CUDA's toolkit {facts.cuda}: vLLM's FlashInfer compiles attention on Blackwell, and "
         remedy += "transformer-engine and apex are built with it; nothing else needs it"

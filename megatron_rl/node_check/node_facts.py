@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_rl.cluster.programs import ProgramAnswer, answer_of
+from megatron_rl.node_check.cuda_drivers import torch_cuda
 from megatron_rl.node_check.node_report import GpuFacts, NodeFacts, PortFacts
 
 PACKAGES = {
@@ -24,7 +25,7 @@ PACKAGES = {
 }
 """Name -> names that it may be installed under. Ray compares its own version, and Python's, when a node joins."""
 NONE = "none"
-DRIVER = "driver"
+DRIVER, CUDA = "driver", "torch's CUDA"
 NVIDIA_SMI = "nvidia-smi"
 LIMIT_S = 30.0
 """Seconds that nvidia-smi may take; it is slow where no process keeps the driver loaded."""
@@ -45,7 +46,9 @@ def node_facts(on_gpus: bool) -> NodeFacts:
     gpus, driver = parse_gpus(listed.text)
     links = parse_links(_asked("topo", "-m").text) if gpus else {}
     has_verbs = ctypes.util.find_library("ibverbs") is not None
-    return NodeFacts(versions | {DRIVER: driver}, gpus, links, ports(ADAPTERS), has_verbs, listed.fault)
+    return NodeFacts(
+        versions | {DRIVER: driver, CUDA: torch_cuda() or NONE}, gpus, links, ports(ADAPTERS), has_verbs, listed.fault
+    )
 
 
 def fingerprint(folder: Path) -> str:

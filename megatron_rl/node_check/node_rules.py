@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.errors import shown
+from megatron_rl.node_check.cuda_drivers import least_driver, newer_driver
+from megatron_rl.node_check.node_facts import CUDA, DRIVER
 from megatron_rl.node_check.node_report import ACROSS, INSIDE, KINDS, PAIR, NodeReport, ReduceReport
 
 LINK_FLOOR, NODE_FLOOR = "trainer.min_link_bandwidth_gbs", "trainer.min_node_bandwidth_gbs"
@@ -60,7 +62,7 @@ def judge(nodes: Sequence[NodeReport], reduces: Sequence[ReduceReport], rules: N
     """Return everything that is wrong, or worth a look, node by node within each rule."""
     findings = [*_versions(nodes), *_clocks(nodes, rules), *_reduces(reduces, rules)]
     if rules.on_gpus:
-        findings[0:0] = [*_gpus(nodes), *_memory(nodes, rules), *_links(nodes), *_ports(nodes)]
+        findings[0:0] = [*_gpus(nodes), *_drivers(nodes), *_memory(nodes, rules), *_links(nodes), *_ports(nodes)]
     return findings
 
 
@@ -98,6 +100,18 @@ def _gpus(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
                 f"{asked} are asked of this node, one for each rank",
                 f"trainer.n_gpus_per_node={listed - len(blind) if listed > len(blind) else 1}, or `nvidia-smi` and "
                 "`dmesg` there: a GPU may have fallen off the bus, or Ray was started with more than there are",
+            )
+
+
+def _drivers(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+    for node in nodes:
+        cuda, driver = (node.facts.versions.get(name, "") for name in (CUDA, DRIVER))
+        if (least := least_driver(cuda, driver)) is not None:
+            yield Finding(
+                node.name,
+                f"driver {driver}, and torch is built for CUDA {cuda}",
+                f"CUDA {cuda} needs a driver of branch {least} or newer",
+                newer_driver(cuda, least),
             )
 
 

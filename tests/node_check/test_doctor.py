@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
+from megatron_rl.node_check.cuda_drivers import torch_cuda
 from megatron_rl.node_check.doctor import (
     GB,
     Condition,
@@ -19,7 +20,6 @@ from megatron_rl.node_check.doctor import (
     ToolFacts,
     machine_facts,
     symptoms,
-    torch_cuda,
     verdict,
     why_no_port,
 )
@@ -68,6 +68,7 @@ def test_a_good_machine() -> None:
         ),
         ({"installed": {"torch": "2.13.0", "vllm": "0.32.0"}}, "rich", Condition.BROKEN, 'pip install "rich>=13"'),
         ({"installed": {"torch": "2.13.0", "rich": "15"}}, "vLLM", Condition.BROKEN, "make install"),
+        ({"driver": "570.86.15"}, "GPUs", Condition.DOUBTFUL, "branch 580 or newer, which CUDA 13 needs"),
         ({"cuda": ""}, "GPUs", Condition.DOUBTFUL, "install a torch for CUDA"),
         ({"gpu_fault": "nvidia-smi did not end within 30 s"}, "nvidia-smi", Condition.DOUBTFUL, "nvidia-smi"),
         ({"gpus": ()}, "GPUs", Condition.DOUBTFUL, "nvidia-smi"),

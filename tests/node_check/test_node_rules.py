@@ -8,6 +8,8 @@ import pytest
 
 from megatron_rl.config.load import load_config
 from megatron_rl.controller.run_setup import checks_nodes, node_rules
+from megatron_rl.node_check.cuda_drivers import least_driver
+from megatron_rl.node_check.node_facts import CUDA, DRIVER
 from megatron_rl.node_check.node_report import (
     ACROSS,
     INSIDE,
@@ -96,6 +98,28 @@ def test_a_planted_fault_is_named(fault):
     assert found.node == NAMES[1] and found.is_fault
     assert not [word for word in words if word not in str(found)], str(found)
     assert str(found).count("try: ") == 1 and found.nearest
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "least"),
+    [
+        ("13.0", "550.54.15", 580),
+        ("13.0", "580.65", None),
+        ("12.9", "550.54.15", None),
+        ("12.4", "470.1", 525),
+        ("none", "470.1", None),
+        ("13.0", "none", None),
+        ("99.0", "470.1", None),
+    ],
+)
+def test_drivers_of_cuda(cuda: str, driver: str, least: int | None) -> None:
+    """Of every node, though all are alike. Would not catch a newer CUDA, nor drivers with compatibility packages."""
+    assert least_driver(cuda, driver) == least
+    nodes = [replace(node, facts=replace(node.facts, versions={CUDA: cuda, DRIVER: driver})) for node in NODES]
+    found = [str(finding) for finding in judge(nodes, REDUCES, RULES)]
+    assert len(found) == (0 if least is None else 3)
+    assert all(f"driver {driver}, and torch is built for CUDA {cuda}" in text for text in found)
+    assert all(f"a driver of branch {least} or newer" in text for text in found)
 
 
 def slow(kind: str, nodes: tuple[str, ...], rate: float) -> list[ReduceReport]:
