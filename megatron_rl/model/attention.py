@@ -7,7 +7,10 @@ and S = T tokens of several segments.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -358,6 +361,8 @@ class Slots:
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
     """Compute `bucketed` with torch's variable-length flash attention, which CUDA has for half precision."""
+    # Older versions of torch take fewer heads of keys without being told, and have no such option.
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if takes(varlen_attn, "enable_gqa") else {}
     out = varlen_attn(
         query,
         key,
@@ -367,7 +372,13 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window
         segments.max_seqlen_q,
         segments.max_seqlen_q,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     assert isinstance(out, Tensor)  # it returns the log-sums too only if asked
     return out
+
+
+@cache
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    return name in signature(function).parameters
