@@ -36,6 +36,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.sigmoid_routing",
+    "third_party_patches.vllm.cpu_async_scheduling",
     "third_party_patches.vllm.cpu_dense_adapters",
     "third_party_patches.vllm.cpu_gated_delta",
     "third_party_patches.vllm.cpu_partial_prompts",

@@ -158,6 +158,10 @@ class RolloutConfig:
     weight_deltas: Annotated[bool, OURS] = False
     """With a rollout pool of its own: send only weights that changed since the last transfer. Training ranks then keep
     what they sent last: one more copy of the rollout weights, spread over them."""
+    async_scheduling: Annotated[bool, OURS] = False
+    """Asynchronous scheduling: vLLM schedules the next engine step while one still runs, and finds out one step later
+    that a response has ended. Samples are the same with and without. For steps that generate their whole batch, without
+    draft tokens."""
     enforce_eager: bool = True
     """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
     true: neither. Default: false on GPUs; on CPUs, which have no graphs, true is the only choice."""

@@ -30,6 +30,7 @@ IGNORED_KEYS = frozenset(
         "actor_rollout_ref.actor.mtp_loss_scaling_factor",
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.rollout.temperature",
+        "actor_rollout_ref.rollout.async_scheduling",
         "actor_rollout_ref.rollout.disable_custom_all_reduce",
         "critic.ppo_mini_batch_size",
         "critic.ppo_epochs",

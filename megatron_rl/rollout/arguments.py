@@ -56,8 +56,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        # Slices count steps, and no step may be running when weights change. (Always so in vLLM on CPU.)
-        "async_scheduling": False,
+        "async_scheduling": config.async_scheduling,
         "seed": seed,
         "hf_overrides": hf_overrides,
         "prefix_match_unit": config.prefix_match_unit,

@@ -65,7 +65,8 @@ class InFlightRequests:
 
     routed_layers: the layers that have experts, of an engine that returns the experts of every token. adapter: what
     every request names, if the engine reads one.
-    Raises ValueError if the engine schedules asynchronously, because a step would end while another one runs.
+    An engine that schedules asynchronously has a step running while it reports another one: its slices count no steps,
+    and end after the last step that was scheduled.
     """
 
     def __init__(
@@ -75,9 +76,7 @@ class InFlightRequests:
         routed_layers: Sequence[int] = (),
         adapter: LoRARequest | None = None,
     ) -> None:
-        if engine.vllm_config.scheduler_config.async_scheduling:
-            raise ValueError("counted steps need an engine without asynchronous scheduling (async_scheduling=False)")
-        self._engine = engine
+        self._engine, self._core = engine, engine.engine_core.engine_core
         self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
         self._adapter = adapter
         self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
@@ -135,6 +134,7 @@ class InFlightRequests:
                 names |= self._start_all(later, order.version, kind)
                 later = ()
         self._start_all(later, order.version, kind)  # of a slice without a step
+        self._wait_for_steps()
         for request in self._routed.intersection(tokens):
             experts[request] = experts_of_tokens(self._experts_so_far(request), self._routed_layers)
         drawn: dict[int, Drawn] = {}
@@ -153,7 +153,18 @@ class InFlightRequests:
         collected.clear()
         return rows
 
+    def _wait_for_steps(self) -> None:
+        """Run to their ends the steps that were scheduled before the last response was known to have ended."""
+        while self._core.batch_queue:
+            if ended := self._engine.step():
+                raise RuntimeError(f"vLLM reported more of responses that had ended: {ended}")
+
     def _check(self, order: Slice) -> None:
+        if self._core.batch_queue is not None and order.num_steps:
+            raise ValueError(
+                f"a slice of {order.num_steps} engine steps needs an engine without asynchronous scheduling "
+                "(actor_rollout_ref.rollout.async_scheduling=false)"
+            )
         here = set(self._names)
         for request in order.drops:
             if request not in here:

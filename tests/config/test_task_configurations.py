@@ -100,6 +100,7 @@ def test_keys_of_ppo_do_not_matter(config, task: str) -> None:
         "data.default_data_source=nowhere",
     ]
     overrides += [f"{ROLLOUT}.n=0", f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.disable_custom_all_reduce=false"]
+    overrides += [f"{ROLLOUT}.async_scheduling=true"]
     overrides += ["actor_rollout_ref.hybrid_engine=false", "algorithm.filter_groups.enable=true"]
     overrides += ["reward_model.enable=true", "reward_model.enable_resource_pool=true", "reward_models.a.weight=0"]
     overrides += [

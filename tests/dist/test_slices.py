@@ -326,3 +326,45 @@ def test_an_engine_with_nothing_left_begins_with_an_empty_cache(changed) -> None
     _, new, found = changed
     prompt, drawn = starts(0)[3].token_ids, found["emptied"]
     assert largest_difference(drawn.log_probs, plain_log_probs(new, prompt, drawn.token_ids)) < BOUND
+
+
+def ahead_rank(config) -> dict:
+    """What `sliced_rank` finds, of an engine that schedules a step while another one runs."""
+    host = host_of(config)
+    rollout, first = host.roles["rollout"], starts(config.trainer.seed)
+    rollout.enter()
+    generator = rollout.generator
+    running = generator.llm.llm_engine.engine_core.engine_core.batch_queue
+    found = {"counted": refused(generator.advance, Slice(0, 3, first)), "steps": [], "running": []}
+
+    def whole(*starts: Start, drops: tuple[int, ...] = ()) -> dict[int, Drawn]:
+        drawn, num_steps = generator.advance(Slice(0, None, starts, drops))
+        found["steps"].append(num_steps)
+        found["running"].append(len(running))
+        return drawn
+
+    found["report"] = whole(*first)
+    other = [dataclasses.replace(start, request=start.request - 90, seed=5) for start in first]
+    generator.advance(Slice(0, 0, tuple(other)))
+    found["after drops"] = whole(*first, drops=generator.requests.unfinished)
+    found["short"] = whole(*(dataclasses.replace(start, max_tokens=1) for start in first))
+    generator.requests._eos_token_ids = [found["short"][100].token_ids[0]]
+    found["end"] = whole(first[0])
+    rollout.exit()
+    return found
+
+
+@pytest.mark.parametrize("sliced", [2], indirect=True, ids=["TP2"])
+def test_asynchronous_scheduling_draws_the_same(sliced, tmp_path) -> None:
+    """Tokens, log-probs and ends, of answers that end by length, by an end token, and after others were dropped. No
+    step is left that would read weights while they change; the patch is what lets an engine on a CPU do it.
+
+    Would not catch a kernel that is still running when vLLM has reported its step: on a CPU none is.
+    """
+    key = "actor_rollout_ref__rollout__async_scheduling"
+    config = run_config(save_llama(tmp_path / "model"), 2, 1, **{key: True})
+    for ahead, plain in zip(run_ranks(2, ahead_rank, config, timeout=90), sliced, strict=True):
+        assert ahead["report"] == ahead["after drops"] == plain["report"].drawn
+        assert ahead["short"] == plain["short"][0] and ahead["end"] == plain["end"][0]
+        assert ahead["steps"][0] > plain["report"].num_steps and ahead["running"] == [0, 0, 0, 0]
+        assert "a slice of 3 engine steps needs an engine without asynchronous scheduling" in ahead["counted"]

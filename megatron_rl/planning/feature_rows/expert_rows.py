@@ -62,10 +62,12 @@ def _engines(run: RunFacts) -> Iterator[Use]:
 
 EXPERTS = Requirement("a model with experts", _no_experts)
 NO_DRAFTS = "vLLM returns no experts with speculative decoding"
+ONE_LATE = "experts are read when a step is reported, and the next one may have replaced them"
 NO_SHARED = "vLLM keeps the experts of whole blocks alone"
 RETURNED = (
     Relation("speculative_decoding", NO_DRAFTS, {f"{ROLLOUT}.speculative": None}),
     Relation("shared_prompts", NO_SHARED, {f"{ROLLOUT}.prefix_match_unit": None}),
+    Relation("async_scheduling", ONE_LATE, {f"{ROLLOUT}.async_scheduling": False}),
 )
 
 ROWS = (

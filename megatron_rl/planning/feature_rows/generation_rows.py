@@ -11,6 +11,8 @@ from megatron_rl.planning.features import Feature, Relation, Requirement, RunFac
 QUANTIZATION, DROP = f"{ROLLOUT}.quantization", f"{ROLLOUT}.drop_train_weights"
 DELTAS, EAGER, UNIT = f"{ROLLOUT}.weight_deltas", f"{ROLLOUT}.enforce_eager", f"{ROLLOUT}.prefix_match_unit"
 SPECULATIVE, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_factor"
+SCHEDULING = f"{ROLLOUT}.async_scheduling"
+SLICES = "slices count engine steps, and one step would still run when a slice has ended"
 COUNTED = "engine steps are counted, and the steps that draft tokens save depend on rounding"
 
 
@@ -123,5 +125,19 @@ ROWS = (
         where(UNIT, None, lambda unit: unit is not None and unit >= 1),
         of_model=(Requirement("attention whose prefixes vLLM keeps, without a state", _whole_prompts),),
         refused_unproven=True,
+    ),
+    Feature(
+        "async_scheduling",
+        "asynchronous scheduling",
+        {SCHEDULING: True},
+        where(SCHEDULING),
+        excludes=(
+            Relation("multi_turn", SLICES, {SCHEDULING: False}),
+            Relation("early_rewards", SLICES, {SCHEDULING: False}),
+            Relation("partial_rollout", SLICES, {SCHEDULING: False}),
+            Relation("rollout_ahead", SLICES, {SCHEDULING: False}),
+            Relation("speculative_decoding", "draft tokens follow tokens that must be known when a step begins"),
+            Relation("shared_prompts", "samples wait for the step that has read their prompt", {SCHEDULING: False}),
+        ),
     ),
 )

@@ -30,6 +30,7 @@ LAUNCHER = "trainer.launcher"
 TEACHERS = "distillation.teacher_models"
 SYNC, ALPHA = f"{REF}.sync_ref_model", f"{REF}.ref_model_mixup_alpha"
 LORA_RANK = "actor_rollout_ref.model.lora.rank"
+EARLY = "reward_model.launch_reward_fn_async"
 VALIDATION_ONLY = "custom_reward_function.validation_only"
 
 
@@ -131,6 +132,7 @@ ROWS = (
         where(VALIDATION_ONLY),
         needs=(Relation("reward_model", "training would have no reward", gives_up=True),),
     ),
+    Feature("early_rewards", "rewards during generation", {EARLY: True}, where(EARLY)),
     Feature("multi_turn", "multi-turn", {f"{ROLLOUT}.multi_turn.enable": True}, where(f"{ROLLOUT}.multi_turn.enable")),
     Feature(
         "own_teacher",
