@@ -49,6 +49,26 @@ class BoundedGate(torch.autograd.Function):
         return grad_x
 
 
+class OwnBias(torch.autograd.Function):
+    """The bias [E, F] of every token's expert, owner int64 [T] -> [T, F].
+
+    The gradient of a bias is a sum over thousands of tokens. That of an index adds them one at a time, with atomics on
+    GPUs; a product with the matrix of who owns what adds them in float32, and in one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, owner: Tensor) -> Tensor:
+        ctx.save_for_backward(owner)
+        ctx.num_experts = len(bias)
+        return bias.index_select(0, owner)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (owner,) = ctx.saved_tensors
+        owns = torch.arange(ctx.num_experts, device=owner.device)[:, None] == owner
+        return owns.to(grad.dtype) @ grad, None
+
+
 class BiasedExperts(MegatronModule):
     """The experts of this rank, stacked as vLLM stacks them.
 
@@ -100,8 +120,9 @@ def grouped_biased(
     sizes = {"ends": tokens_per_expert.cumsum(0).to(torch.int32), "counts": tokens_per_expert}
     (here,) = in_one_copy([sizes], tokens.device)
     owner = torch.repeat_interleave(here["counts"], output_size=len(tokens))
-    mixed = F.grouped_mm(tokens, w13.transpose(1, 2), offs=here["ends"]) + w13_bias[owner]
-    out: Tensor = F.grouped_mm(BoundedGate.apply(mixed), w2.transpose(1, 2), offs=here["ends"]) + w2_bias[owner]
+    mixed = F.grouped_mm(tokens, w13.transpose(1, 2), offs=here["ends"]) + OwnBias.apply(w13_bias, owner)
+    gated = BoundedGate.apply(mixed)
+    out: Tensor = F.grouped_mm(gated, w2.transpose(1, 2), offs=here["ends"]) + OwnBias.apply(w2_bias, owner)
     return out
 
 
