@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from torch.distributed import ProcessGroup
 
 from megatron_rl.config.megatron import LOCAL, TRANSFORMER_ENGINE, OverrideTransformerConfig
+from megatron_rl.config.te_cores import core_problem, installed_cores
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import BiasedRowParallelLinear
 from megatron_rl.model.whole_linear import WholeLinear
@@ -178,6 +179,8 @@ def te_problem() -> str:
         return f"{PACKAGE} is not installed"
     if not megatrons_range().contains(version, prereleases=True):
         return f"megatron-core wants {PACKAGE}{megatrons_range()}, and {version} is installed"
+    if problem := core_problem(installed_cores(), torch.version.cuda or ""):
+        return problem
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:

@@ -21,6 +21,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from megatron_rl.cluster.scratch import LONGEST_BASE, SEGMENTS
+from megatron_rl.config.te_cores import core_problem, installed_cores, installed_version
 from megatron_rl.config.urls import shown_url
 from megatron_rl.node_check.cuda_drivers import least_driver, newer_driver, torch_cuda
 from megatron_rl.node_check.node_facts import DRIVER, node_facts
@@ -103,7 +104,7 @@ class MachineFacts:
     """requirements: of the project itself. installed: package -> version, of those that are installed. cuda: what torch
     was built for, "" for none. gpus: names. Bytes of memory, shared memory and disk are free ones. temporary: where
     sockets go. unwritable: folders that a run writes to, and cannot. loopback: "" or why no port can be opened.
-    load: programs that compute, as the mean of a minute.
+    load: programs that compute, as the mean of a minute. te_version, te_cores: of transformer-engine, "" for none.
     """
 
     requirements: tuple[str, ...]
@@ -122,6 +123,8 @@ class MachineFacts:
     ray_address: str
     gpu_fault: str = ""
     load: float = 0.0
+    te_version: str = ""
+    te_cores: tuple[str, ...] = ()
     tools: ToolFacts = ToolFacts()
 
 
@@ -156,6 +159,8 @@ def machine_facts(ray_address: str, needs: RunNeeds = RunNeeds()) -> MachineFact
         ray_address=shown_url(ray_address),
         gpu_fault=node.gpu_fault,
         load=os.getloadavg()[0],
+        te_version=installed_version(),
+        te_cores=installed_cores(),
         tools=tool_facts(needs),
     )
 
@@ -217,7 +222,7 @@ def why_no_port(port: int) -> str:
 
 def symptoms(facts: MachineFacts) -> list[Symptom]:
     """Judge the facts. Pure."""
-    return [*_packages(facts), *_tools(facts), *_devices(facts), *_room(facts), *_places(facts)]
+    return [*_packages(facts), *_te(facts), *_tools(facts), *_devices(facts), *_room(facts), *_places(facts)]
 
 
 def _packages(facts: MachineFacts) -> Iterator[Symptom]:
@@ -244,6 +249,17 @@ def _package(facts: MachineFacts, needed: Requirement) -> Iterator[Symptom]:
     if fault or needed.name in ("torch", "megatron-core", "ray", *ENGINES):
         remedy = f'pip install "{needed.name}{needed.specifier}"'
         yield judged(needed.name, here or "", fault, remedy, Condition.BROKEN)
+
+
+def _te(facts: MachineFacts) -> Iterator[Symptom]:
+    """Yield a line for transformer-engine, where it is installed."""
+    if not facts.te_version:
+        return
+    value = f"{facts.te_version}, core for CUDA {', '.join(facts.te_cores) or 'none'}"
+    problem, _, remedy = core_problem(facts.te_cores, facts.cuda).partition(": ")
+    if not facts.te_cores:
+        problem, remedy = f"{value}: Megatron cannot import it", "install it again: docs/scale/gpu.md"
+    yield judged("transformer-engine", value, problem, remedy)
 
 
 def judged(what: str, value: str, fault: str, remedy: str, state: Condition = Condition.DOUBTFUL) -> Symptom:

