@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange, copy_all, region_view
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
+from megatron_rl.hybrid_engine.offload import HostBuffer
 from megatron_rl.hybrid_engine.plan import Member, MemberPlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import local_copies, make_schedule
 from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
@@ -147,15 +148,16 @@ class AllGatherPPModel:
         """Bytes next to training's buffers, by the names of the memory plan."""
         return {"received shards": self.foreign.num_bytes if self.foreign.is_allocated else 0}
 
-    def copy_on_host(self) -> torch.Tensor:
+    def copy_on_host(self) -> HostBuffer:
         """Copy the receive buffer to host memory, pinned where the buffer is on a GPU."""
-        data = self.foreign.data
-        return torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
+        copy = HostBuffer(self.foreign.data.is_cuda)
+        copy.keep(self.foreign.data)
+        return copy
 
-    def take_from(self, copy: torch.Tensor) -> None:
+    def take_from(self, copy: HostBuffer) -> None:
         """Fill the receive buffer from its copy on the host."""
         self.foreign.allocate()
-        self.foreign.data.copy_(copy, non_blocking=True)
+        copy.give(self.foreign.data)
 
     def release(self) -> None:
         """Release the receive buffer's memory, and not training's."""

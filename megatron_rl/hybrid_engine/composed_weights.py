@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
+from megatron_rl.hybrid_engine.offload import HostBuffer
 from megatron_rl.hybrid_engine.plan import ON_HOST
 
 
@@ -44,7 +45,7 @@ class ComposedPart:
     stays: bool = False
     from_host: bool = False
     is_adapters: bool = False
-    copy: torch.Tensor | None = None
+    copy: HostBuffer | None = None
     is_here: bool = False
     is_verified: bool = False
 
@@ -114,7 +115,7 @@ class ComposedWeights:
         held = [part.exchange.memory() for part in self.parts]
         named = {name: sum(each[name] for each in held) for name in held[0]}
         kept = [part for part in self.parts if part.from_host and not part.exchange.foreign.data.is_cuda]
-        copies = sum(part.copy.nbytes for part in kept if part.copy is not None)
+        copies = sum(part.copy.num_bytes for part in kept if part.copy is not None)
         named |= {own.label: own.num_bytes for own in self.made}
         return named | ({ON_HOST: copies} if kept else {})
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.hybrid_engine.plan import HOST_UNIT
 from megatron_rl.hybrid_engine.storages import as_bytes
 
 
@@ -35,7 +36,7 @@ def offloaded(memories: Iterable[Offloadable]) -> Iterator[None]:
         yield
 
 
-LARGEST_PIECE, SMALLEST_PIECE = 256 << 20, 1 << 20
+LARGEST_PIECE, SMALLEST_PIECE = 256 << 20, HOST_UNIT
 """Bytes of one allocation of host memory: the most, and the unit to which amounts are rounded up."""
 
 
@@ -63,6 +64,17 @@ class HostBuffer:
         """Allocate memory until the buffer has `num_bytes`."""
         for size in piece_sizes(max(0, num_bytes - self.num_bytes)):
             self._pieces.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned))
+
+    def keep(self, content: torch.Tensor) -> None:
+        """Copy a contiguous tensor to the buffer's beginning."""
+        self.reserve(content.nbytes)
+        for host, part in self.parts(0, content.view(torch.uint8)):
+            host.copy_(part)
+
+    def give(self, content: torch.Tensor) -> None:
+        """Fill a contiguous tensor from the buffer's beginning; a GPU copies in its stream, and nobody waits."""
+        for host, part in self.parts(0, content.view(torch.uint8)):
+            part.copy_(host, non_blocking=True)
 
     def drop(self) -> None:
         """Release the memory."""

@@ -19,7 +19,7 @@ from megatron_rl.planning.delta_memory import sends_deltas, sent_last
 from megatron_rl.planning.fitting_changes import FittingChanges, changes_as_json
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.memory_report import GenerationMemory, LongestSequence, MemoryReport, amount
-from megatron_rl.planning.run_models import PoolModels, RunModels
+from megatron_rl.planning.run_models import PoolModels, RunModels, host_copy_bytes
 from megatron_rl.planning.transition import TransitionPlan
 
 Row = tuple[str, object, str]
@@ -282,6 +282,18 @@ def repair_notes(config: RunConfig, pools: dict[str, PoolModels]) -> list[str]:
                 f"{amount(held)} of host memory a node for two steps of {where}"
             )
     return notes
+
+
+def base_notes(models: RunModels) -> list[str]:
+    """Return a sentence about host memory for a frozen base; none where it stays on the device, or comes again."""
+    copied = max(host_copy_bytes(models, pp_rank) for pp_rank in range(models.grid.pp_size))
+    if not copied or models.config.trainer.device == "cpu":  # there the table has it
+        return []
+    num_ranks = models.training.spec.size.num_ranks_per_node
+    return [
+        f"lora.base=host: {amount(copied)} of pinned host memory at most on each rank, {amount(copied * num_ranks)} a "
+        "node, for what the base lacks in generation"
+    ]
 
 
 def elastic_notes(config: RunConfig) -> list[str]:

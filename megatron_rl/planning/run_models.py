@@ -14,7 +14,7 @@ from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
-from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
+from megatron_rl.hybrid_engine.plan import HOST_UNIT, ExchangePlan, Member, aligned, plan_memory
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
@@ -323,7 +323,7 @@ def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
     """Return the bytes of received base weights that a rank of a pipeline stage keeps in host memory, at most."""
     if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
         return 0
-    return models.receive_buffer_bytes(pp_rank, with_adapters=False)
+    return -(-models.receive_buffer_bytes(pp_rank, with_adapters=False) // HOST_UNIT) * HOST_UNIT
 
 
 def merged_bytes(models: RunModels, pp_rank: int, without: Collection[str] = ()) -> dict[str, int]:

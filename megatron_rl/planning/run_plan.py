@@ -33,6 +33,7 @@ from megatron_rl.planning.plan_sections import (
     Row,
     Section,
     async_section,
+    base_notes,
     batch_section,
     cache_section,
     delta_notes,
@@ -218,7 +219,7 @@ class RunPlan(Plan):
         """Name -> section."""
         config, models, path = self.config, self.models, self.config.actor_rollout_ref.model.path
         files = [f"{path} {rule} before the run can start" for rule in self.lacking]
-        kept = repair_notes(config, models.pools) + elastic_notes(config) + delta_notes(models)
+        kept = repair_notes(config, models.pools) + base_notes(models) + elastic_notes(config) + delta_notes(models)
         return {
             "files": Section(json={"lacking_files": self.lacking}, notes=files),
             "batch": batch_section(config, repeat_notes(config.data, self.train_rows) + group_notes(config)),

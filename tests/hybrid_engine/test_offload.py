@@ -95,6 +95,18 @@ def test_host_memory_is_used_again_and_grows():
     assert buffer.num_bytes == 0
 
 
+def test_a_tensor_is_kept_in_powers_of_two():
+    """As a frozen base is on a GPU's host, where one pinned allocation of 5 MiB would take 8. Would not catch memory
+    that is not pinned.
+    """
+    buffer, content = HostBuffer(pinned=False), torch.randn(5 * SMALLEST_PIECE // 2 - 3, dtype=torch.float16)
+    buffer.keep(content)
+    back = torch.empty_like(content)
+    buffer.give(back)
+    assert torch.equal(back, content) and buffer.num_bytes == 5 * SMALLEST_PIECE
+    assert [-(-len(host) // SMALLEST_PIECE) for host, _ in buffer.parts(0, content.view(torch.uint8))] == [4, 1]
+
+
 @pytest.mark.parametrize(("offset", "length"), [(0, 10), (SMALLEST_PIECE, 7), (2 * SMALLEST_PIECE - 3, 9), (5, 0)])
 def test_content_lies_end_to_end_over_pieces(offset, length):
     """Inside one piece, at the edge of two, and none. Would not catch two contents on the same bytes."""

@@ -18,8 +18,9 @@ from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.layout_search.pools import Pools
 from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
 from megatron_rl.planning.memory import plan_stages
-from megatron_rl.planning.plan_sections import transition_rows
-from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.memory_report import amount
+from megatron_rl.planning.plan_sections import base_notes, transition_rows
+from megatron_rl.planning.run_models import RunModels, host_copy_bytes
 from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.planning.time import ModelCost
 from megatron_rl.planning.transition import TransitionPlan
@@ -123,6 +124,12 @@ def test_what_moves_and_stays(base):
     between = {phase: size for phase, size in foreign.items() if phase not in ("init", "reshard", "gen")}
     assert set(between.values()) == {shard - shared if base == "resident" else 0}
     assert foreign["gen"] == foreign["reshard"] > shard - shared
+    if base == "host":  # in whole MiB, as pinned memory is taken
+        assert host_copy_bytes(models, 0) == -(-(shard - shared) // 2**20) * 2**20
+        (note,) = base_notes(models)
+        assert f"{amount(max(host_copy_bytes(models, stage) for stage in (0, 1)))} of pinned host memory" in note
+    else:
+        assert base_notes(models) == []
 
 
 def test_a_base_that_does_not_fit_waits_on_the_host():
