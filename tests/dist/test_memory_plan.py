@@ -88,6 +88,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned += [] if has_adapters else worker.roles["reference"].model.pipeline.parameters()
         owned += [buffer.data for part in exchanged(worker) for buffer in (part.foreign, part.scratch)]
         owned += [buffer.data for buffer in merged(worker)]
+        owned += [piece for copy in on_host(worker) for piece in copy._pieces]
         owned += worker.roles["reward_model"].model.pipeline.parameters() if has_reward else []
         owned += [weight for name in teachers for weight in worker.roles[name].model.pipeline.parameters()]
         owned += [head.weight for head in worker.roles["actor"].distillation.heads] if teachers else []
@@ -134,6 +135,12 @@ def exchanged(worker) -> list:
     """What has an exchange of its own: all weights, or base and adapters."""
     weights = worker.roles["rollout"].weights
     return [part.exchange for part in weights.parts] if hasattr(weights, "parts") else [weights]
+
+
+def on_host(worker) -> list:
+    """The copies in host memory, which the bytes owned already have."""
+    parts = getattr(worker.roles["rollout"].weights, "parts", [])
+    return [part.copy for part in parts if part.copy is not None]
 
 
 def merged(worker) -> list:
