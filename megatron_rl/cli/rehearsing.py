@@ -21,9 +21,7 @@ from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.checked_config import checked, planned_task
 from megatron_rl.rehearse.comparison import beyond, peak_table, peaks_of
 from megatron_rl.rehearse.fewer_layers import with_fewer_layers
-from megatron_rl.rehearse.group_calls import GroupCall
-from megatron_rl.rehearse.matcher import match_calls
-from megatron_rl.rehearse.rehearsal import RehearsalError, rehearse
+from megatron_rl.rehearse.rehearsal import RehearsalError, faults_of, match_of, rehearse
 from megatron_rl.rehearse.rehearsal_request import RehearsalRequest, chosen_ranks
 
 ON_CUDA = "trainer.device=cuda"
@@ -71,8 +69,8 @@ def rehearse_command(
         request = RehearsalRequest(str(config), given, task, chosen, jobs or os.cpu_count() or 1, str(out))
         reports = rehearse(request, Path(folder))
         peaks = peaks_of(run_config, reports)
-    match = match_calls({report["number"]: list(map(GroupCall.from_json, report["calls"])) for report in reports})
-    wrong = beyond(peaks) + match.sentences()
+    match = match_of(reports)
+    wrong = beyond(peaks) + match.sentences() + faults_of(reports)
     if as_json:
         phases = [asdict(peak) | {"is_beyond": peak.is_beyond} for peak in peaks]
         print_json(

@@ -42,12 +42,17 @@ def _report(request: RehearsalRequest, rank: RankOfPool, parent: Channel) -> Non
     """Rehearse a rank, in a process of its own, and write its file."""
     try:
         report = rehearsed(request, rank)
-    except ConfigError as error:  # which a user can mend
-        report = {"failure": f"ConfigError: {error}"}
-    except BaseException:
-        report = {"failure": traceback.format_exc()}
+    except BaseException as error:
+        report = {"failure": failure_of(error)}
     content = {"number": rank.number, "pool": rank.pool, "rank": rank.rank} | report
     replace_file(rank_file(Path(request.out), rank.number), json.dumps(content).encode())
+
+
+def failure_of(error: BaseException) -> str:
+    """Return an error's traceback; the message alone of what a user can mend."""
+    if isinstance(error, ConfigError):
+        return f"ConfigError: {error}"
+    return "".join(traceback.format_exception(error))
 
 
 def _import_all() -> None:
@@ -67,7 +72,7 @@ def _import_all() -> None:
 
 
 def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
-    """Return the report of one rank, in a process of its own."""
+    """Return the report of one rank, in a process of its own; of a failed one the calls before, and `failure`."""
     import torch
 
     from megatron_rl.config.load import read_run
@@ -76,6 +81,7 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
     from megatron_rl.rehearse.fake_peers import replace_peers
     from megatron_rl.rehearse.memory_tracker import MemoryTracker
+    from megatron_rl.rehearse.recorded_works import record_works
     from megatron_rl.rehearse.rehearsed_rank import RehearsedRank
     from megatron_rl.rehearse.rehearsed_transfer import JointRanks, first_node
 
@@ -90,9 +96,13 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     gpu.on_wait = mode.wait
     follow_resizes(mode.memory.resized)
     replace_peers(mode, _members(config, rank), joint)
-    with mode:
-        rehearsal = RehearsedRank(config, rank.pool, environment, mode, joint)
-        rehearsal.run()
+    record_works(lambda: mode)
+    try:
+        with mode:
+            rehearsal = RehearsedRank(config, rank.pool, environment, mode, joint)
+            rehearsal.run()
+    except BaseException as error:  # the calls before may be the cause
+        return mode.report() | {"failure": failure_of(error)}
     return rehearsal.report() | mode.report()
 
 

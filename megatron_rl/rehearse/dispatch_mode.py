@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from megatron_rl.rehearse.group_calls import RECEIVE, SEND, GroupCall, Size
 from megatron_rl.rehearse.known_values import KnownValues
 from megatron_rl.rehearse.memory_tracker import MemoryTracker
+from megatron_rl.rehearse.nccl_rules import broken_rules
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -65,7 +66,8 @@ class RehearsalMode(TorchDispatchMode):
 
     waits, operations: phase -> what, and the line or the operator -> how often. num_blocks: phase -> micro-batches.
     invented: values that the program read and nobody knows, by the line that read them. joint: a group over ranks of
-    several pools, and their numbers over all pools; None until there is one.
+    several pools, and their numbers over all pools; None until there is one. faults: what a GPU or NCCL would refuse or
+    do wrong, and how often.
     """
 
     def __init__(self, device: torch.device, memory: MemoryTracker, first_number: int = 0) -> None:
@@ -81,6 +83,9 @@ class RehearsalMode(TorchDispatchMode):
         self.num_blocks: Counter[str] = Counter()
         self.invented: Counter[str] = Counter()
         self.calls: list[GroupCall] = []
+        self.faults: Counter[str] = Counter()
+        self._reduction = ""
+        self._open_works: dict[int, GroupCall] = {}
         self.at_peak: dict[str, Counter[str]] = {}
         self._batch: int | None = None
         self._num_batches = 0
@@ -109,7 +114,29 @@ class RehearsalMode(TorchDispatchMode):
             "num_blocks": dict(self.num_blocks),
             "invented": dict(self.invented.most_common()),
             "calls": [call.as_json() for call in self.calls],
+            "faults": dict((self.faults + self._unwaited()).most_common()),
         }
+
+    # Works: called by recorded_works
+
+    def begin_call(self, reduction: str) -> None:
+        """See `WorkNotes`."""
+        self._reduction = reduction
+
+    def begin_work(self) -> int:
+        """See `WorkNotes`."""
+        number = len(self.calls)
+        if self.calls:
+            self._open_works[number] = self.calls[-1]
+        return number
+
+    def wait_for_work(self, number: int) -> None:
+        """See `WorkNotes`."""
+        self._open_works.pop(number, None)
+
+    def _unwaited(self) -> Counter[str]:
+        """Return works that the rank has ended without waiting for."""
+        return Counter(f"{call} in {call.phase} is never waited for" for call in self._open_works.values())
 
     def unheld_bytes(self, num_bytes: int) -> Tensor:
         """Return bytes on the device that other tensors hold, for copies; values are unknown."""
@@ -303,27 +330,43 @@ class RehearsalMode(TorchDispatchMode):
         groups = [
             leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
         ]
-        ranks = self._numbers_of(ProcessGroup.unbox(groups[0])) if groups else ()
+        group = ProcessGroup.unbox(groups[0]) if groups else None
+        ranks, purpose = (self._numbers_of(group), self._purpose_of(group)) if groups else ((), "")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = tuple(
             Size.of(leaf.shape, str(leaf.dtype)[6:], "cuda" if isinstance(leaf, FakeTensor) else "cpu")
-            for leaf in leaves
-            if isinstance(leaf, Tensor)
+            for leaf in tensors
         )
         numbers = [leaf for leaf in leaves if type(leaf) is int]
         is_message, line = name in (SEND, RECEIVE), current_line()
         peer, root = ranks[numbers[0]] if is_message else None, numbers[0] if name == "broadcast" else None
         batch = self._batch if is_message else None
-        self.calls.append(GroupCall(self.phase, name, ranks, sizes, line, root, peer, batch))
+        call = GroupCall(self.phase, name, ranks, sizes, line, root, peer, batch, self._reduction, purpose)
+        self._reduction = ""
+        self.calls.append(call)
+        dense = [tensor.is_contiguous() for tensor in tensors]
+        for rule in broken_rules(name, call.reduction, sizes, dense, len(ranks)):
+            self.faults[f"{call} in {self.phase}: {rule}"] += 1
 
     def note_objects(self, name: str, group: Any, root: int | None = None) -> None:
         """Note that ranks of a group exchange objects; None: all of the pool. root: its rank in the pool."""
         group = torch.distributed.group.WORLD if group is None else group
         self.calls.append(GroupCall(self.phase, name, self._numbers_of(group), (), current_line(), root))
 
+    def _is_joint(self, group: Any) -> bool:
+        return self.joint is not None and group is self.joint[0]
+
+    def _purpose_of(self, group: Any) -> str:
+        """Return the description of a group, "" where torch has none."""
+        if self._is_joint(group):
+            return "weight transfer"
+        described = str(group.group_desc)
+        return "" if described == "undefined" else described
+
     def _numbers_of(self, group: Any) -> tuple[int, ...]:
         """Return the numbers of a group's ranks over all pools."""
-        if self.joint is not None and group is self.joint[0]:
-            return self.joint[1]
+        if self._is_joint(group):
+            return self.joint[1]  # type: ignore[index]  # there is one
         return tuple(self.first_number + rank for rank in torch.distributed.get_process_group_ranks(group))
 
     def _done(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

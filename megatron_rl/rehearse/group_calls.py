@@ -35,7 +35,8 @@ class GroupCall:
     all that there are. sizes: of its tensors. root: the rank that a broadcast comes from, within the group; None of
     others. peer: number over all pools of the other side of a send or receive; None of collectives. batch: number
     shared by the sends and receives that are posted at once; None: alone. phase: of the step. line: file and number of
-    the innermost line of this project or of Megatron.
+    the innermost line of this project or of Megatron. reduction: SUM, MAX and so on; "" of what reduces nothing.
+    purpose: description that torch has of the group, such as Megatron's TENSOR_MODEL_PARALLEL_GROUP; "": it has none.
     """
 
     phase: str
@@ -46,6 +47,8 @@ class GroupCall:
     root: int | None = None
     peer: int | None = None
     batch: int | None = None
+    reduction: str = ""
+    purpose: str = ""
 
     @property
     def is_message(self) -> bool:
@@ -54,7 +57,8 @@ class GroupCall:
 
     def __str__(self) -> str:
         sizes = " and ".join(map(str, self.sizes)) or "nothing"
-        return f"{self.name} of {sizes} at {self.line}"
+        reduction = f" {self.reduction}" * (self.reduction not in ("", "SUM"))
+        return f"{self.name}{reduction} of {sizes} at {self.line}"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""

@@ -30,13 +30,21 @@ class RankCall:
 
 @dataclass(frozen=True)
 class CallDifference:
-    """Two calls that meet each other and do not fit: in operation, size, type, device or root."""
+    """Two calls that meet each other and do not fit: in operation, reduction, size, type, device, root or purpose of
+    their groups.
+    """
 
     first: RankCall
     second: RankCall
 
     def __str__(self) -> str:
-        return f"{self.first} meets {self.second}"
+        one, other = self.first.call, self.second.call
+        both = f"{self.first} meets {self.second}"
+        if one.reduction != other.reduction:
+            return f"{both}: one reduces by {one.reduction or 'nothing'}, the other by {other.reduction or 'nothing'}"
+        if one.purpose != other.purpose:
+            return f"{both}: one is of {one.purpose or 'a group'}, the other of {other.purpose or 'another group'}"
+        return both
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class Match:
     def fits(self) -> bool:
         """Whether all ranks end, and all calls agree."""
         return not (self.differences or self.waiting)
+
+    def first_differences(self, most: int = 3) -> list[str]:
+        """Return the first calls that do not fit: all that counts where a rank has failed, for which others wait."""
+        return _first(self.differences, most)
 
     def cycle(self) -> list[Waiting]:
         """Return ranks of which each waits for the next, and the last for the first; empty if there are none."""
@@ -198,7 +210,7 @@ class _Simulation:
             return message
         other = others.popleft()
         message.is_done = other.is_done = True
-        if other.made.call.sizes != call.sizes:
+        if (other.made.call.sizes, other.made.call.purpose) != (call.sizes, call.purpose):
             self._differences.append(CallDifference(message.made, other.made))
         self._runnable.append(peer)
         return message
@@ -220,8 +232,12 @@ class _Simulation:
         return Waiting(open_messages[0].made, tuple(peer for peer in peers if peer is not None))
 
 
+def _kind(call: GroupCall) -> tuple[object, ...]:
+    return call.name, call.root, call.reduction, call.purpose, len(call.sizes)
+
+
 def _agree(first: GroupCall, second: GroupCall) -> bool:
-    if (first.name, first.root, len(first.sizes)) != (second.name, second.root, len(second.sizes)):
+    if _kind(first) != _kind(second):
         return False
     if first.name in UNEVEN_CALLS:
         return [(size.dtype, size.device) for size in first.sizes] == [

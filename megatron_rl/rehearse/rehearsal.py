@@ -17,6 +17,8 @@ from megatron_rl.cluster.programs import answer_of
 from megatron_rl.config.file_kinds import read_whole
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.appended_file import new_file
+from megatron_rl.rehearse.group_calls import GroupCall
+from megatron_rl.rehearse.matcher import Match, match_calls, ranks_text
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
 
 BUILD_LIMIT_S = 120.0
@@ -78,17 +80,36 @@ def is_library(file: Path) -> bool:
 
 
 def read_reports(out: Path, ranks: Sequence[RankOfPool], log: Path) -> list[dict[str, Any]]:
-    """Return the reports of these ranks. Raises RehearsalError for the first that failed, or wrote none."""
+    """Return the reports of these ranks. Raises RehearsalError for the first that failed, or wrote none: with what
+    did not fit in the calls of all ranks until then, which may be the cause.
+    """
     reports = []
     for rank in sorted(ranks, key=lambda one: one.number):
         file = rank_file(out, rank.number)
         if not file.exists():
             raise RehearsalError(f"rank {rank.number} wrote no report; end of its log {log}:\n{_end_of(log)}")
-        report: dict[str, Any] = json.loads(file.read_text())
-        if "failure" in report:
-            raise RehearsalError(f"rank {rank.number} could not be rehearsed:\n{report['failure']}")
-        reports.append(report)
+        reports.append(json.loads(file.read_text()))
+    failed = next((report for report in reports if "failure" in report), None)
+    if failed is not None:
+        before = [*match_of(reports).first_differences(), *faults_of(reports)]
+        cause = f"\nbefore that: {'; '.join(before)}" if before else ""
+        raise RehearsalError(f"rank {failed['number']} could not be rehearsed:\n{failed['failure']}{cause}")
     return reports
+
+
+def match_of(reports: Sequence[dict[str, Any]]) -> Match:
+    """Return how the calls of the ranks with these reports continue together."""
+    return match_calls({one["number"]: list(map(GroupCall.from_json, one.get("calls", ()))) for one in reports})
+
+
+def faults_of(reports: Sequence[dict[str, Any]], most: int = 8) -> list[str]:
+    """Return a sentence for each fault that ranks found in their own work, with its ranks; the first `most`."""
+    ranks: dict[str, list[int]] = {}
+    for report in reports:
+        for fault in report.get("faults", ()):
+            ranks.setdefault(fault, []).append(report["number"])
+    found = [f"{ranks_text(numbers)}: {fault}" for fault, numbers in ranks.items()]
+    return found[:most] + [f"and {len(found) - most} more like these"] * (len(found) > most)
 
 
 def _end_of(log: Path) -> str:

@@ -42,7 +42,7 @@ class PretendedGPU:
     on_wait: Callable[[str], None] = lambda what: None
 
     def allocate(self, now: int) -> None:
-        """Say that `now` bytes are allocated."""
+        """Set the allocated bytes."""
         self.allocated, self.peak = now, max(self.peak, now)
 
     def reset_peak(self) -> None:
@@ -100,7 +100,7 @@ class PretendedEvent:
         GPU.on_wait("event.synchronize")
 
     def query(self) -> bool:
-        """Say that all work before it is done."""
+        """Return True: all work before it is done."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
@@ -140,7 +140,7 @@ class PretendedStream:
         GPU.on_wait("stream.synchronize")
 
     def query(self) -> bool:
-        """Say that all its work is done."""
+        """Return True: all its work is done."""
         return True
 
 
