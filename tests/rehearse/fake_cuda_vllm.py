@@ -13,11 +13,13 @@ from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import cuda_operators
+import fake_graphs
 import torch
 from torch._ops import _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_rl.rehearse.dispatch_mode import RehearsalMode
+from megatron_rl.rehearse.dispatch_mode import _written
 from third_party_patches.torch import fake_cuda
 
 COMPILED = (
@@ -29,14 +31,16 @@ COMPILED = (
 """Modules of vLLM's GPU wheel; importing them registers operators."""
 NAMESPACES = ("_C", "_moe_C", "_C_cache_ops", "_vllm_fa2_C", "_vllm_fa3_C")
 CAN_DO = ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported")
+DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "float8e4nv")
+"""Names of `triton.language` that modules read when they are imported, or before a launch."""
 ONE_TOKEN_EACH = "_get_num_sampled_and_rejected_kernel"
 """Writes how many tokens each request has drawn, which the host reads: 1, and none of them rejected."""
 
 
-class EngineMode(RehearsalMode):
+class EngineMode(fake_graphs.CapturingMode):
     """A rehearsal's mode for code under `inference_mode`, where torch hands over operators that are made of others.
 
-    called: compiled operators and Triton kernels -> how often.
+    called: compiled operators, vLLM's operators in Python and Triton kernels -> how often.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -44,10 +48,20 @@ class EngineMode(RehearsalMode):
         self.called = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in NAMESPACES:
+            return self.launch(func, args, kwargs or {})
+        if func.namespace == "vllm":
+            self.called[func._schema.name] += 1
         if func.namespace == "aten" and func._can_decompose() and torch.is_inference_mode_enabled():
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def launch(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Launch a compiled operator, which computes nothing: what it writes is unknown."""
+        self.called[func._schema.name] += 1
+        for tensor in _written(func, args, options):
+            self.values.put(tensor, None)
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note a call that computes nothing: it may have written each of its tensors."""
@@ -102,15 +116,25 @@ def pretend(mode: EngineMode) -> None:
     """Let this process import and run vLLM's GPU code. After `fake_cuda.apply`, before anything else of vLLM."""
     torch.version.cuda = "13.0"
     _answer_for_the_accelerator()
+    torch.utils.swap_tensors = swap
+    fake_graphs.apply(mode)
     _make_on_device_by_copy()
     for name in COMPILED:
         sys.modules[f"vllm.{name}"] = ModuleType(f"vllm.{name}")
+    cuda_operators.define()
     _answer_for_operators(mode)
     import vllm.platforms
     from vllm.platforms.cuda import CudaPlatform
 
     vllm.platforms._current_platform = CudaPlatform()
     _pretend_triton(mode)
+
+
+def swap(first: Any, second: Any) -> None:
+    """Let two tensors change places, though torch's fake mode holds weak references to both."""
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    torch._C._swap_tensor_impl(first, second)
 
 
 def _answer_for_operators(mode: EngineMode) -> None:
@@ -126,6 +150,8 @@ def _answer_for_operators(mode: EngineMode) -> None:
                 raise
         if name in CAN_DO:
             return lambda *args: True
+        if name == "weak_ref_tensor":
+            return mode.weakly
         if name == "get_cuda_view_from_cpu_tensor":
             return mode.seen_by_both
         return lambda *args, **options: mode.call(f"{namespace.name}::{name}", args, options)
@@ -148,6 +174,8 @@ def _pretend_triton(mode: EngineMode) -> None:
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
     kinds = {name: type(name, (), {}) for name in ("Autotuner", "Heuristics", "JITFunction")}
     triton.runtime = SimpleNamespace(autotuner=SimpleNamespace(**kinds), jit=SimpleNamespace(**kinds))
+    for kind in DTYPES:
+        setattr(language, kind, kind)
     triton.__spec__, triton.__path__ = importlib.machinery.ModuleSpec("triton", None), []
     language.__path__ = []
     sys.modules |= {"triton": triton, "triton.language": language}
@@ -177,10 +205,15 @@ def _answer_for_the_accelerator() -> None:
         "set_stream": torch.cuda.set_stream,
     }
     for module in (torch.accelerator, torch.accelerator.memory):
-        vars(module).update({name: answer for name, answer in answers.items() if hasattr(module, name)})
+        vars(module).update({name: own(answer) for name, answer in answers.items() if hasattr(module, name)})
     torch.cuda.memory.get_allocator_backend = lambda: "native"
     torch._C._accelerator_getAllocatorSettings = lambda: "expandable_segments:True"
     torch._C._accelerator_setAllocatorSettings = lambda settings: None
+
+
+def own(answer: Any) -> Any:
+    """A function of its own with the same answer: Dynamo registers what it does with each."""
+    return lambda *args, **options: answer(*args, **options)
 
 
 def _make_on_device_by_copy() -> None:
@@ -189,6 +222,7 @@ def _make_on_device_by_copy() -> None:
 
     def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
         made = make(data, **options)
+        made = made.pin_memory() if pin_memory else made
         if device is None or torch.device(device).type == "cpu":
             return made
         return made.to(device)

@@ -15,7 +15,6 @@ from typing import Any
 
 from third_party_patches.torch import fake_cuda, fake_parameters, fake_worlds
 
-LAYERS = 2
 STEPS = 3
 NOT_DRAWN = 1
 """An end token; tokens whose values nobody knows are 0."""
@@ -39,26 +38,34 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
 
     for patch in (fake_cuda, fake_parameters, fake_worlds):
         patch.apply()
+    import fake_compiler
     from fake_cuda_vllm import EngineMode, pretend
 
     from megatron_rl.config.load import read_run
     from megatron_rl.planning.memory import engine_bytes
     from megatron_rl.planning.run_models import RunModels
-    from megatron_rl.rehearse.fewer_layers import with_fewer_layers
+    from megatron_rl.rehearse.fewer_layers import num_chunks, with_fewer_layers
     from megatron_rl.rehearse.memory_tracker import MemoryTracker
     from megatron_rl.rehearse.rehearsed_save import record_objects
     from megatron_rl.roles.environment import worker_environment
+    from third_party_patches import apply_patches
+    from third_party_patches.vllm import without_torchvision
 
     mode = EngineMode(torch.device("cuda", 0), MemoryTracker(fake_cuda.GPU.allocate))
     fake_cuda.GPU.on_wait = mode.wait
     whole = read_run(file, overrides, "ppo").config
-    models = RunModels(read_run(file, [*overrides, *with_fewer_layers(whole, LAYERS, folder)], "ppo").config)
+    each = -(-fewest_layers(RunModels(whole).actor) // num_chunks(whole, RunModels(whole).actor_role))
+    models = RunModels(read_run(file, [*overrides, *with_fewer_layers(whole, each, folder)], "ppo").config)
     pool = models.generating.spec
     os.environ |= worker_environment("cuda", pool.size.num_ranks_per_node)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(pool.world_size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ["VLLM_CACHE_ROOT"] = str(folder / "compiled")
     pretend(mode)
+    apply_patches("cuda")
+    without_torchvision.apply()
     stand_in()
+    fake_compiler.trace_alone()
     torch.distributed.init_process_group(rank=rank, world_size=pool.world_size)
     record_objects(mode)
     with mode:
@@ -67,58 +74,79 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     (folder / "engine.json").write_text(json.dumps(found | {"planned": planned} | mode.report(), default=str))
 
 
+def fewest_layers(model: Any) -> int:
+    """The first layers of a model among which there is one of each kind."""
+    return max(model.layers.index(kind) for kind in model.kinds) + 1
+
+
 def of_engine(models: Any, rank: int, mode: Any) -> dict[str, Any]:
     """Build the engine of a rank, draw a few tokens, and return what was seen. Bytes are beside weights and cache."""
+    from megatron_rl.model.families.adapter_params import adapter_specs
     from megatron_rl.rollout.slices import Slice
 
-    gpu, tensors = fake_cuda.GPU, shards(models, rank)
+    gpu, tensors = fake_cuda.GPU, shards(models, rank, models.actor.specs) | constants_of(models.actor)
+    adapters = shards(models, rank, adapter_specs(models.actor.specs, models.actor_role.lora))
     weights, profiled = gpu.allocated, measure_profile(mode)
     mode.begin("build")
-    engine = built_engine(models, tensors)
+    engine = built_engine(models, tensors, adapters)
+    mode.must_be_gone()
     held = gpu.allocated - weights - engine.kv_cache.num_bytes
     mode.begin("slice")
     gpu.reset_peak()
     drawn, num_steps = engine.advance(Slice(0, STEPS, starts()))
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    given = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    constants = models.actor.constants.values()
+    given = {tensor.untyped_storage()._cdata for name, tensor in tensors.items()} - {
+        tensors[one.name].untyped_storage()._cdata for one in constants
+    }
     return {
         "worker": type(worker).__name__,
         "runner": type(worker.model_runner).__module__,
         "backends": sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}),
-        "is_bound": {parameter.untyped_storage()._cdata for parameter in engine.model.parameters()} == given,
+        "is_bound": given <= {parameter.untyped_storage()._cdata for parameter in engine.model.parameters()},
         "cache": engine.kv_cache.num_bytes,
         "held": held,
         "profiled": profiled[0] - weights,
         "drawn": {number: len(one.token_ids) for number, one in drawn.items()},
         "num_steps": num_steps,
         "called": dict(mode.called),
+        "graphs": {"captured": mode.num_captured, "replayed": mode.num_replayed},
     }
 
 
-def shards(models: Any, rank: int) -> dict[str, Any]:
-    """A rank's shards for generation, by vLLM's names."""
+def shards(models: Any, rank: int, specs: Any) -> dict[str, Any]:
+    """A rank's shards of parameters for generation, by vLLM's names."""
     import torch
 
-    from megatron_rl.model.families import VOCAB_PADDING
+    from megatron_rl.model.families import VOCAB_PADDING, tensors_of
     from megatron_rl.parallel.sharding import shard_of
 
-    place, tensors = models.rollout.place(rank, VOCAB_PADDING), [spec.tensor for spec in models.actor.specs.values()]
+    place = models.rollout.place(rank, VOCAB_PADDING)
     return {
-        tensor.name: torch.empty(shard_of(tensor, place).shape, dtype=torch.bfloat16, device="cuda")
-        for tensor in tensors
+        name: torch.empty(shard_of(tensor, place).shape, dtype=torch.bfloat16, device="cuda")
+        for name, tensor in tensors_of(specs).items()
     }
 
 
-def built_engine(models: Any, tensors: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
+def constants_of(model: Any) -> dict[str, Any]:
+    """What generation reads and no update changes, as `read_constants` returns it."""
+    import torch
 
+    return {one.name: torch.empty(one.shape, dtype=torch.float32, device="cuda") for one in model.constants.values()}
+
+
+def built_engine(models: Any, tensors: dict[str, Any], adapters: dict[str, Any]) -> Any:
+    """The engine of `roles/rollout.py`, on tensors that no actor holds."""
+    from megatron_rl.checkpoint.model_folder import ModelFolder
     from megatron_rl.device import Device
-    from megatron_rl.model.families import rollout_settings
-    from megatron_rl.rollout.engine import RolloutEngine
+    from megatron_rl.model.families import placed_settings, rollout_settings, routed_layers
+    from megatron_rl.model.families.adapter_params import held_rank
+    from megatron_rl.rollout.engine import EngineAdapters, RolloutEngine
 
-    role = models.placement.roles["rollout"]
-    hf_config = AutoConfig.from_pretrained(role.model_path)
+    role, family = models.placement.roles["rollout"], models.actor.family
+    hf_config, lora = ModelFolder(role.model_path).hf_config, models.actor_role.lora
+    settings = hf_config.to_dict()
     return RolloutEngine(
         model_path=role.model_path,
         architecture=hf_config.architectures[0],
@@ -128,9 +156,12 @@ def built_engine(models: Any, tensors: dict[str, Any]) -> Any:
         dtype="bfloat16",
         grid=models.rollout,
         tensors=tensors,
+        adapters=EngineAdapters(adapters, held_rank(lora.rank), lora.scale) if adapters else None,
         seed=1,
-        hf_overrides=rollout_settings(models.actor.family, hf_config.to_dict()),
+        hf_overrides=placed_settings(family, rollout_settings(family, settings)),
+        text_only=family.inside is not None,
         device=Device("cuda"),
+        routed_layers=routed_layers(family, settings) if models.config.returns_experts else None,
         attention=models.actor.attention,
     )
 
@@ -174,6 +205,7 @@ def stand_in() -> None:
     cuda_worker.pool = lambda tag: nullcontext()
     kv_cache.adopt = HeldCache
     gpu_worker.kernel_warmup = lambda *args, **options: None
+    gpu_worker.Worker._maybe_activate_jit_monitor = lambda self: None  # of kernels that Triton compiles
     MessageQueue.create_from_process_group = lambda *args, **options: None
 
 
