@@ -2,16 +2,21 @@
 # The nightly gate (docs/plan/nightly.md); arguments are options and overrides:
 #   bash scripts/nightly.sh                         0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang
 #   bash scripts/nightly.sh --renew                 the golden file becomes what this run reaches
-#   WEEKLY=1 bash scripts/nightly.sh                the tests that are too much for every day (docs/internals/testing.md)
+#   WEEKLY=1 bash scripts/nightly.sh                the tests that are too much for every day (docs/internals/testing.md),
+#                                                   after a report of what libraries have released since the last week
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-[[ "${WEEKLY:-0}" != 1 ]] || exec make test-weekly
 
 CONFIG="${CONFIG:-configs/demo_cpu.yaml}"
 GOLDEN="${GOLDEN:-configs/nightly_golden.json}"
 FOLDER="${FOLDER:-outputs/nightly}"
 PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}"
+
+if [[ "${WEEKLY:-0}" == 1 ]]; then
+    mkdir -p outputs
+    "$PYTHON" scripts/check_versions.py --moved outputs/upstream.json 2>&1 | tee outputs/upstream.txt || true
+    exec make test-weekly
+fi
 
 # A report of this night, whatever ends it from here on; `megatron-rl nightly` writes it anew. Only in place of another
 # nightly's, and not through a link.

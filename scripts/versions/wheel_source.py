@@ -30,7 +30,8 @@ class WheelSource:
         """wheel: the file; or a folder with these packages in it, as they are installed."""
         self._files: zipfile.Path | Path = wheel if wheel.is_dir() else zipfile.Path(wheel)
         if wheel.is_dir():
-            files = [file for package in packages for file in (wheel / package).rglob("*.py")]
+            every = (file for package in packages for file in (wheel / package).rglob("*.py*"))
+            files = [file for file in every if file.suffix in (".py", ".pyi")]
             names = [file.relative_to(wheel).as_posix() for file in files]
         else:
             names = zipfile.ZipFile(wheel).namelist()
@@ -39,12 +40,14 @@ class WheelSource:
 
     @cache  # noqa: B019  (one wheel a run)
     def module(self, name: str) -> ast.Module | None:
-        """The parsed source of a module or package; None if there is none."""
-        for path in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
+        """The parsed source of a module or package, of a compiled one its stub; None if there is none."""
+        place = name.replace(".", "/")
+        for path in (f"{place}.py", f"{place}/__init__.py", f"{place}.pyi", f"{place}/__init__.pyi"):
             if path in self._names:
                 return ast.parse((self._files / path).read_text(encoding="utf-8"))
         return None
 
+    @cache  # noqa: B019
     def find(self, path: str, hops: int = MOST_HOPS) -> Found | None:
         """A module, a name in one, or what is below a class, by its dotted path."""
         if self.module(path) is not None or self._is_folder(path):
@@ -59,22 +62,28 @@ class WheelSource:
             return None
         return self._in_class(above, name, hops - 1)
 
-    def takes(self, found: Found, hops: int = MOST_HOPS) -> tuple[set[str], bool]:
-        """(Names of its arguments, whether it takes any other); of a class those of its construction."""
+    def takes(self, found: Found, hops: int = MOST_HOPS) -> tuple[dict[str, str], bool]:
+        """(Its arguments -> the text of their default, empty without, whether it takes any other).
+
+        Of a class those of its construction.
+        """
         node = found.definition
         if isinstance(node, ast.ClassDef):
-            names, is_open = self._construction(found, node, hops)
-            return names, is_open
+            return self._construction(found, node, hops)
         if node is None:
-            return set(), True
+            return {}, True
         for decorator in node.decorator_list:
             match decorator:
                 case ast.Call(func=ast.Name(id="copy_signature"), args=[ast.Name(id=original), *_]):
                     other = self.find(f"{found.module}.{original}", hops - 1)
-                    return self.takes(other, hops - 1) if other is not None else (set(), False)
-        arguments = node.args
-        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        return {one.arg for one in every}, arguments.kwarg is not None
+                    return self.takes(other, hops - 1) if other is not None else ({}, False)
+        if "overload" not in map(ast.unparse, node.decorator_list):
+            return with_defaults(node), node.args.kwarg is not None
+        tree, every = self.module(found.module), dict[str, str]()
+        for one in at_top(tree) if tree is not None else ():
+            if isinstance(one, ast.FunctionDef) and one.name == node.name:
+                every |= with_defaults(one)
+        return every, False
 
     def _is_folder(self, path: str) -> bool:
         return path.replace(".", "/") in self._folders
@@ -117,24 +126,32 @@ class WheelSource:
                 return found
         return None
 
-    def _construction(self, found: Found, node: ast.ClassDef, hops: int) -> tuple[set[str], bool]:
+    def _construction(self, found: Found, node: ast.ClassDef, hops: int) -> tuple[dict[str, str], bool]:
         for inner in node.body:
-            if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            if isinstance(inner, ast.FunctionDef) and inner.name in ("__init__", "__new__"):
                 return self.takes(Found(found.module, inner), hops - 1)
-        fields = [inner.target for inner in node.body if isinstance(inner, ast.AnnAssign)]
-        names, is_open = {field.id for field in fields if isinstance(field, ast.Name)}, False
+        fields = [inner for inner in node.body if isinstance(inner, ast.AnnAssign)]
+        names, is_open = {ast.unparse(one.target): ast.unparse(one.value) if one.value else "" for one in fields}, False
         for base in self._bases(found, node, hops):
             assert isinstance(base.definition, ast.ClassDef)
             others, other_open = self._construction(base, base.definition, hops - 1)
-            names, is_open = names | others, is_open or other_open
+            names, is_open = others | names, is_open or other_open
         return names, is_open
 
     def _bases(self, owner: Found, node: ast.ClassDef, hops: int) -> Iterator[Found]:
-        for base in node.bases:
+        for base in [*node.bases, *(one.value for one in node.keywords if one.arg == "metaclass")]:
             name = ast.unparse(base)
             found = self.find(f"{owner.module}.{name}", hops - 1) if hops > 0 else None
             if found is not None and isinstance(found.definition, ast.ClassDef):
                 yield found
+
+
+def with_defaults(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> dict[str, str]:
+    """Arguments of a function -> the text of their default, empty without; not those behind stars."""
+    by_place = [*node.args.posonlyargs, *node.args.args]
+    defaults = [None] * (len(by_place) - len(node.args.defaults)) + list(node.args.defaults)
+    every = zip([*by_place, *node.args.kwonlyargs], [*defaults, *node.args.kw_defaults], strict=True)
+    return {one.arg: "" if default is None else ast.unparse(default) for one, default in every}
 
 
 def at_top(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -171,9 +188,9 @@ def set_on_self(node: ast.ClassDef) -> set[str]:
 
 def is_lazy(tree: ast.Module, name: str) -> bool:
     """Whether a module has names of its own way of looking them up, and this is one of them."""
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    return "__getattr__" in functions and name in constants
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+        return False
+    return any(isinstance(node, ast.Constant) and node.value == name for node in ast.walk(tree))
 
 
 def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:

