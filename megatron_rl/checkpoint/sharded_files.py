@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -20,6 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoint.storage import storage_reason
 from megatron_rl.errors import StorageError
+
+OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+"""Megatron's own writer, where it has another by default, which needs a package that the index does not have."""
 
 
 class CheckpointWriter:
@@ -35,12 +40,13 @@ class CheckpointWriter:
         # Phase 1
         if beside_training:
             state = {name: apart(tensor) for name, tensor in state.items()}
-        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, **OWN_WRITER)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()
         # Phase 2
-        thread = threading.Thread(target=request.async_fn or (lambda: None), args=arguments)
+        write = partial(request.async_fn, *arguments, **request.async_fn_kwargs) if request.async_fn else None
+        thread = threading.Thread(target=write)
         thread.start()
         self._under_way.append((thread, request))
         if not beside_training:

@@ -23,6 +23,7 @@ def check_threaded_writer(folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from megatron_rl.checkpoint.sharded_files import OWN_WRITER
     from third_party_patches.megatron_core import cpu_torch, threaded_writer
 
     dist.init_process_group("gloo")
@@ -41,7 +42,7 @@ def check_threaded_writer(folder: Path) -> None:
     assert torch.equal(loaded["x"], expected)
 
     (folder / "refused").mkdir()
-    request = dist_checkpointing.save(sharded(expected), str(folder / "refused"), async_sharded_save=True)
+    request = dist_checkpointing.save(sharded(expected), str(folder / "refused"), async_sharded_save=True, **OWN_WRITER)
     (folder / "refused" / "__0_0.distcp").mkdir()
     with pytest.raises(CheckpointException, match="__0_0.distcp"):
         request.execute_sync()

@@ -50,7 +50,8 @@ def with_matmul(megatrons: Backward) -> Backward:
         with torch.no_grad():
             grad_x = matmul(grad, weight)
         grad_bias = rows.sum(0) if ctx.use_bias else None
-        return grad_x, rows.t().matmul(x.reshape(-1, x.shape[-1])), grad_bias, *[None] * 6
+        others = [None] * (len(ctx.needs_input_grad) - 3)
+        return grad_x, rows.t().matmul(x.reshape(-1, x.shape[-1])), grad_bias, *others
 
     backward.__name__ = NAME
     return backward

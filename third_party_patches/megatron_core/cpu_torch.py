@@ -11,30 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
 
 import torch
 
 from third_party_patches.guard import MEGATRON, Patch
+from third_party_patches.megatron_core.without_triton import KERNELS
 
 FACTORIES = (
     "zeros ones empty full tensor as_tensor arange linspace rand randn "
     "zeros_like ones_like empty_like full_like rand_like randn_like"
 ).split()
 
-# A module gets the proxy only if it is loaded, so everything this project reaches is loaded first.
-MODULES = (
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.optimizer_param_scheduler",
-    "megatron.core.distributed",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.dist_checkpointing.strategies.torch",
-)
+LIBRARY = "megatron.core"
 
 
 class NullStream:
@@ -151,20 +145,54 @@ def wrap_methods() -> None:
     tensor.cuda, tensor.type, module.cuda = cuda, type_, cuda_of_module
 
 
+class ProxyLoader(SourceFileLoader):
+    """Imports a module of megatron-core and gives it the proxy."""
+
+    def __init__(self, name: str, path: str, proxy: ModuleProxy) -> None:
+        super().__init__(name, path)
+        self._proxy = proxy
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Run the module's code."""
+        super().exec_module(module)
+        give(self._proxy, module)
+
+
+class ProxyFinder(MetaPathFinder):
+    """Finds modules of megatron-core, some of which are imported by functions, long after `apply`."""
+
+    def __init__(self, proxy: ModuleProxy) -> None:
+        self._proxy = proxy
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where the module is, with a loader of ours; kernels have one already."""
+        if not fullname.startswith(LIBRARY) or fullname == KERNELS:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = ProxyLoader(spec.loader.name, spec.loader.path, self._proxy)
+        return spec
+
+
+def give(proxy: ModuleProxy, module: types.ModuleType) -> None:
+    """Let a module see the proxy under the name `torch`, if it sees torch there."""
+    if vars(module).get("torch") is torch:
+        vars(module)["torch"] = proxy
+
+
 def apply() -> None:
-    """Give every loaded module of megatron-core the proxy; a second call serves modules loaded since."""
-    for name in MODULES:
-        importlib.import_module(name)
+    """Give modules of megatron-core the proxy, loaded ones and those to come; a second call changes nothing."""
+    if any(isinstance(finder, ProxyFinder) for finder in sys.meta_path):
+        return
     overrides: dict[str, object] = {name: on_cpu(getattr(torch, name)) for name in FACTORIES}
     overrides["cuda"] = cpu_cuda_module()
     proxy = ModuleProxy(torch, overrides)
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
-    first_time = not any(isinstance(vars(module).get("torch"), ModuleProxy) for module in modules)
-    for module in modules:
-        if vars(module).get("torch") is torch:
-            vars(module)["torch"] = proxy
-    if first_time:
-        wrap_methods()
+    sys.meta_path.insert(0, ProxyFinder(proxy))
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith(LIBRARY)]:
+        give(proxy, module)
+    wrap_methods()
 
 
 PATCH = Patch(MEGATRON, apply, drop_when="megatron-core takes the device from its configuration instead of naming CUDA")

@@ -8,6 +8,7 @@ order is that of the mask: by expert, then by token.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ def apply() -> None:
     if original.__module__ == __name__:
         return
 
+    pads = "tokens_per_expert" in inspect.signature(original).parameters
+
     def permute(
         tokens: Tensor,
         routing_map: Tensor,
@@ -44,10 +47,13 @@ def apply() -> None:
         num_out_tokens: int | None = None,
         fused: bool = False,
         drop_and_pad: bool = False,
+        **padding: Any,
     ) -> Any:
         if fused or drop_and_pad or type(num_out_tokens) is not int:
-            return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
-        return permuted(tokens, routing_map, probs, num_out_tokens)
+            return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **padding)
+        result = permuted(tokens, routing_map, probs, num_out_tokens)
+        # Without its kernel, which also pads, Megatron's has no places of padding and leaves counts as they are.
+        return (*result, None, padding.get("tokens_per_expert")) if pads else result
 
     moe_utils.permute = token_dispatcher.permute = permute
 

@@ -1,10 +1,11 @@
 """Let megatron-core write checkpoint files from threads of the rank's own process.
 
-Reason: its writer forks two processes for every save and starts a permanent manager process for their answers. The fork
-of a process with communication threads can hang in a lock that one of them held. Ranks that are daemons cannot start
-the manager, and the manager outlives a rank that is killed.
-What it does: a thread runs, for each file, the function that a forked process would run; answers return through an
-ordinary queue. Files, names and content do not change.
+Reason: its writer starts a permanent manager process for the results of writes. Ranks that are daemons cannot start
+it, and it outlives a rank that is killed. Before 0.19 the writer also forks two processes for every save. The fork of a
+process with communication threads can hang in a lock that one of them held. From 0.19 on it writes from threads, and
+reports that a write has failed, but not why.
+What it does: a thread runs Megatron's own function for each file; results, errors too, return through an ordinary
+queue. Files, names and content do not change.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ def write_from_threads(
 
 
 def apply() -> None:
-    """Replace the forking writer and its queue in `filesystem_async`."""
+    """Replace the writer and its queue in `filesystem_async`, under the names of the installed version."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._get_write_results_queue = queue.SimpleQueue
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write_from_threads)
+    writer = filesystem_async.FileSystemWriterAsync
+    forks = hasattr(writer, "write_preloaded_data_multiproc")
+    name = "write_preloaded_data_multiproc" if forks else "write_preloaded_data_multithread"
+    setattr(writer, name, staticmethod(write_from_threads))
+    setattr(filesystem_async, "_get_write_results_queue" if forks else "get_write_results_queue", queue.SimpleQueue)
 
 
-PATCH = Patch(
-    MEGATRON, apply, drop_when="FileSystemWriterAsync can write without starting processes", not_needed=">=0.19"
-)
+PATCH = Patch(MEGATRON, apply, drop_when="FileSystemWriterAsync can write without starting processes")
