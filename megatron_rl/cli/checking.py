@@ -14,6 +14,7 @@ from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import exit_on_signals, quit_on_signals, restore_signals
 from megatron_rl.config.problems import raise_problems
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.node_check.doctor import Condition, RunNeeds, machine_facts, symptoms, verdict
 from megatron_rl.observe.console import quiet_libraries
@@ -22,6 +23,8 @@ from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.checked_config import checked, planned_task
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.memory_report import with_kv_cache
+from megatron_rl.planning.repair_copies import copied_here
+from megatron_rl.planning.run_models import RunModels
 
 ANY_STEPS = 1
 """Steps of a run whose length follows from its data, which is not read."""
@@ -66,6 +69,14 @@ def check_cluster_command(
         raise typer.Exit(ConfigError.exit_code)
 
 
+def copied_bytes_here(config: RunConfig) -> int:
+    """Return the bytes of shared memory that copies for repairs need; 0 where its models cannot be planned yet."""
+    try:
+        return copied_here(config, RunModels(config).pools) if config.trainer.max_repairs else 0
+    except ConfigError:
+        return 0
+
+
 def doctor_command(
     config: Annotated[
         Path | None, typer.Option("--config", help="Also what this configuration needs: trackers, disk for its files.")
@@ -83,7 +94,7 @@ def doctor_command(
         raise_problems("this configuration cannot be read", run.violations)
         assert run.config is not None  # without one there are violations
         trainer = run.config.trainer
-        needs = RunNeeds(tuple(trainer.logger), trainer.default_local_dir)
+        needs = RunNeeds(tuple(trainer.logger), trainer.default_local_dir, copied_bytes_here(run.config))
     exit_on_signals()  # so that a program that is asked ends, too
     lines = symptoms(machine_facts(os.environ.get("RAY_ADDRESS", ""), needs))
     is_broken = any(line.state is Condition.BROKEN for line in lines)

@@ -38,7 +38,7 @@ NVIDIA_SMI = "nvidia-smi"
 
 
 def fault_of(error_type: str, message: str) -> DeviceFault | None:
-    """Return what a rank's exception says of its GPU; None where it is of code."""
+    """Return what a rank's exception reports of its GPU; None where it is of code."""
     if error_type not in RAISED_BY_CUDA:
         return None
     for pattern, is_certain in ((HARDWARE, True), (SUSPECTED, False)):
@@ -71,7 +71,7 @@ def wait_for_memory(variables: Mapping[str, str], folder: Path | None = None) ->
 
 
 def used_bytes(gpu: str) -> int | None:
-    """Return the bytes in use on a GPU, an index or UUID, as the driver says; None where it cannot be asked."""
+    """Return the bytes in use on a GPU, an index or UUID, as the driver reports; None where it cannot be asked."""
     if shutil.which(NVIDIA_SMI) is None:
         return None
     query = [NVIDIA_SMI, "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

@@ -55,7 +55,7 @@ class LocalLauncher:
         return False
 
     def shortage(self, sizes: Sequence[PoolSize]) -> str:
-        """Return "", unless GPUs that are left out are needed: this machine is there."""
+        """Return "", unless GPUs that are left out are needed."""
         needed, free = sum(size.num_ranks_per_node for size in sizes), self._free_gpus
         if free is None or not self._left_out or needed <= len(free):
             return ""

@@ -26,7 +26,7 @@ def installed_cores(path: Sequence[str] | None = None) -> tuple[str, ...]:
 def core_problem(cores: Sequence[str], cuda: str) -> str:
     """Return what is wrong with these cores and how to fix it; "" for nothing. cuda: of torch, "" for none.
 
-    Without a core Megatron's import fails and says so.
+    Without a core Megatron's import fails with a message.
     """
     names = [f"{PACKAGE}-cu{major}" for major in cores]
     own = cuda.split(".")[0]

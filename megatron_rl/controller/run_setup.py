@@ -24,7 +24,9 @@ from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
+from megatron_rl.errors import ConfigError
 from megatron_rl.node_check.cluster_check import NodeCheck
+from megatron_rl.node_check.node_facts import shared_bytes
 from megatron_rl.node_check.node_report import ACROSS, INSIDE, PAIR
 from megatron_rl.node_check.node_rules import NodeRules
 from megatron_rl.observe.appended_file import replace_file
@@ -33,6 +35,8 @@ from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.planning.planned_steps import stall_timeout_s
+from megatron_rl.planning.repair_copies import copied_here, copied_on_node, shared_memory_problem
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.run_plan import plan_of
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
@@ -252,9 +256,20 @@ def make_cluster(
         return InProcessCluster(placement.pools, hosting)
 
     modules = preloaded(config.trainer.device, generates=placement.generates)
+    if config.trainer.launcher == LOCAL and config.trainer.max_repairs and not repairs.attempt:
+        refuse_without_room(config, repairs.folders)
     launcher = repairs.launcher(lambda: make_launcher(config, placement, hosting, modules))
     check = node_check(config, hosting, say) if checks_nodes(config) else None
+    if check is not None and repairs.attempt:  # copies of the attempt before take it already
+        check = replace(check, rules=replace(check.rules, least_shared_bytes={}))
     return ProcessCluster(launcher, [*placement.pools.values()], hosting, check)
+
+
+def refuse_without_room(config: RunConfig, folders: ModelFolders) -> None:
+    """Raise ConfigError where copies for repairs need more shared memory than this machine has."""
+    needed, free = copied_here(config, RunModels(config, folders).pools), shared_bytes()
+    if free is not None and (problem := shared_memory_problem(needed, free)):
+        raise ConfigError(f"this run cannot start: {problem}")
 
 
 def make_launcher(config: RunConfig, placement: Placement, options: PoolOptions, modules: Sequence[str]) -> Launcher:
@@ -298,13 +313,14 @@ def node_rules(config: RunConfig) -> NodeRules:
     }
     if ACROSS in floors:
         floors[PAIR] = floors[ACROSS]
+    copied = copied_on_node(config, RunModels(config).pools) if trainer.max_repairs else {}
     if not on_gpus:
-        return NodeRules(on_gpus, floors)
+        return NodeRules(on_gpus, floors, least_shared_bytes=copied)
     needed = {
         pool: int(max(sum(held.values()) for held in phases.values()) + hardware.context_bytes)
         for pool, phases in planned_memory(config).items()
     }
-    return NodeRules(on_gpus, floors, needed)
+    return NodeRules(on_gpus, floors, needed, copied)
 
 
 def node_check(config: RunConfig, options: PoolOptions, say: Callable[[str], None]) -> NodeCheck:

@@ -72,10 +72,14 @@ def verdict(lines: Sequence[Symptom]) -> str:
 
 @dataclass(frozen=True)
 class RunNeeds:
-    """What a configuration asks of this machine. loggers: trainer.logger. folder: trainer.default_local_dir."""
+    """What a configuration asks of this machine. loggers: trainer.logger. folder: trainer.default_local_dir.
+
+    shared: bytes of /dev/shm for copies of the state.
+    """
 
     loggers: tuple[str, ...] = ()
     folder: str = ""
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class ToolFacts:
     absent: tuple[str, ...] = ()
     run_folder: str = ""
     run_disk: int = 0
+    run_shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,7 @@ def tool_facts(needs: RunNeeds) -> ToolFacts:
         absent=tuple(absent_services(needs.loggers)),
         run_folder=needs.folder,
         run_disk=shutil.disk_usage(existing(Path(needs.folder))).free if needs.folder else 0,
+        run_shared=needs.shared,
     )
 
 
@@ -309,12 +315,18 @@ def _room(facts: MachineFacts) -> Iterator[Symptom]:
     rooms = [
         ("memory", facts.memory, LEAST_MEMORY, "end other programs: an import of the engines alone takes 1 GB a rank"),
         ("/dev/shm", facts.shared, LEAST_SHARED, "give a container more: docker run --shm-size=16g"),
+        (
+            f"/dev/shm, {facts.tools.run_shared / GB:.1f} GB for repairs",
+            facts.shared,
+            facts.tools.run_shared,
+            "docker run --shm-size=, or an emptyDir with medium: Memory; or trainer.copy_freq=-1",
+        ),
         ("disk, here", facts.disk, LEAST_DISK, "set trainer.default_local_dir to a folder with room for checkpoints"),
     ]
     if facts.tools.run_folder:
         what, remedy = f"disk, {facts.tools.run_folder}", "set trainer.default_local_dir to a folder with more room"
         rooms.append((what, facts.tools.run_disk, LEAST_DISK, remedy))
-    for what, free, least, remedy in rooms:
+    for what, free, least, remedy in (room for room in rooms if room[2]):
         value = f"{free / GB:.1f} GB free"
         yield judged(what, value, value if free < least else "", remedy)
     few = str(facts.num_files) if facts.num_files < LEAST_FILES else ""

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_rl.cluster.programs import ProgramAnswer, answer_of
+from megatron_rl.cluster.scratch import SEGMENTS
 from megatron_rl.node_check.cuda_drivers import torch_cuda
 from megatron_rl.node_check.node_report import GpuFacts, NodeFacts, PortFacts
 
@@ -41,14 +42,18 @@ def node_facts(on_gpus: bool) -> NodeFacts:
     versions = {"python": platform.python_version(), "megatron_rl": fingerprint(SOURCES)}
     versions |= {name: _version(names) for name, names in PACKAGES.items()}
     if not on_gpus:
-        return NodeFacts(versions)
+        return NodeFacts(versions, shared_bytes=shared_bytes())
     listed = _asked(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
     gpus, driver = parse_gpus(listed.text)
     links = parse_links(_asked("topo", "-m").text) if gpus else {}
     has_verbs = ctypes.util.find_library("ibverbs") is not None
-    return NodeFacts(
-        versions | {DRIVER: driver, CUDA: torch_cuda() or NONE}, gpus, links, ports(ADAPTERS), has_verbs, listed.fault
-    )
+    versions |= {DRIVER: driver, CUDA: torch_cuda() or NONE}
+    return NodeFacts(versions, gpus, links, ports(ADAPTERS), has_verbs, listed.fault, shared_bytes())
+
+
+def shared_bytes() -> int | None:
+    """Return the free bytes of /dev/shm; None without it."""
+    return shutil.disk_usage(SEGMENTS).free if SEGMENTS.is_dir() else None
 
 
 def fingerprint(folder: Path) -> str:

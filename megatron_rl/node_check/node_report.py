@@ -37,6 +37,7 @@ class NodeFacts:
     versions: of packages, Python and the driver; "none" where there is none. gpus: all that the driver lists. links:
     pair of GPUs, "GPU0-GPU1" -> how they are connected, in nvidia-smi's words ("NV18", "SYS"). ports: InfiniBand or
     RoCE. has_verbs: whether the library is found that NCCL needs to use them. gpu_fault: why nvidia-smi gave no reply.
+    shared_bytes: free ones of /dev/shm; None without it.
     """
 
     versions: Mapping[str, str]
@@ -45,6 +46,7 @@ class NodeFacts:
     ports: tuple[PortFacts, ...] = ()
     has_verbs: bool = False
     gpu_fault: str = ""
+    shared_bytes: int | None = None
 
 
 @dataclass(frozen=True)

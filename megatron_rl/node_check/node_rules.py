@@ -32,12 +32,13 @@ class NodeRules:
 
     on_gpus: GPUs, NVLink, InfiniBand and free memory are looked at. floors: kind of an all-reduce -> GB/s that it must
     reach; a kind without a floor is measured alone. least_free_bytes: pool -> bytes that each of its GPUs must have
-    free.
+    free. least_shared_bytes: pool -> bytes that it needs of /dev/shm on each of its nodes.
     """
 
     on_gpus: bool
     floors: Mapping[str, float] = field(default_factory=dict)
     least_free_bytes: Mapping[str, int] = field(default_factory=dict)
+    least_shared_bytes: Mapping[str, int] = field(default_factory=dict)
     most_clock_skew_s: float = MOST_CLOCK_SKEW_S
 
 
@@ -60,7 +61,7 @@ class Finding:
 
 def judge(nodes: Sequence[NodeReport], reduces: Sequence[ReduceReport], rules: NodeRules) -> list[Finding]:
     """Return everything that is wrong, or worth a look, node by node within each rule."""
-    findings = [*_versions(nodes), *_clocks(nodes, rules), *_reduces(reduces, rules)]
+    findings = [*_versions(nodes), *_clocks(nodes, rules), *_shared(nodes, rules), *_reduces(reduces, rules)]
     if rules.on_gpus:
         findings[0:0] = [*_gpus(nodes), *_drivers(nodes), *_memory(nodes, rules), *_links(nodes), *_ports(nodes)]
     return findings
@@ -129,6 +130,20 @@ def _memory(nodes: Sequence[NodeReport], rules: NodeRules) -> Iterator[Finding]:
                         f"end what else is on it (`nvidia-smi` there), or a layout that needs "
                         f"{_gb(gpu.free_bytes)} (`megatron-rl plan`)",
                     )
+
+
+def _shared(nodes: Sequence[NodeReport], rules: NodeRules) -> Iterator[Finding]:
+    for node in nodes:
+        needed = sum(rules.least_shared_bytes.get(pool, 0) for pool in {rank.pool for rank in node.ranks})
+        free = node.facts.shared_bytes
+        if free is not None and free < needed:
+            yield Finding(
+                node.name,
+                f"/dev/shm has {_gb(free)} free",
+                f"copies for repairs (trainer.max_repairs) need {_gb(needed)} of it",
+                "docker run --shm-size=, or an emptyDir with medium: Memory; or trainer.copy_freq=-1, with which a "
+                "repair begins from a checkpoint",
+            )
 
 
 def _links(nodes: Sequence[NodeReport]) -> Iterator[Finding]:

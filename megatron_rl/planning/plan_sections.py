@@ -31,8 +31,6 @@ ON_SCREEN = ("responses per prompt", "samples per step", "examples per step", "m
 SHOWN_GROUPS = 4
 SHOWN_SIZES = ("TP", "PP", "DP")
 """Sizes that are shown even where they are 1."""
-KEPT_STEPS = 2
-"""Copies of a rank's state: of the newest step, and of the one before, or of the next that is being written."""
 
 
 @dataclass(frozen=True)
@@ -260,30 +258,6 @@ def transition_rows(plan: TransitionPlan) -> list[Row]:
     ]
 
 
-def copied_bytes(pool: PoolModels) -> int:
-    """Return the bytes that the largest rank of a pool copies after a step, to be repaired from."""
-    trained = [pool.ledger(role) for role in pool.spec.roles if role.is_trained]
-    return max(sum(ledger.saved_bytes(stage) for ledger in trained) for stage in range(pool.grid.pp_size))
-
-
-def repair_notes(config: RunConfig, pools: dict[str, PoolModels]) -> list[str]:
-    """Return sentences about host memory for copies of the state; none where nothing is copied."""
-    trainer, notes = config.trainer, []
-    if not trainer.max_repairs or trainer.copy_freq < 0:
-        return []
-    for name, pool in pools.items():
-        size, copied = pool.spec.size, copied_bytes(pool)
-        if copied:
-            num_places = 2 if size.num_nodes > 1 else 1
-            held = copied * size.num_ranks_per_node * KEPT_STEPS * num_places
-            where = "its own and another node's ranks" if num_places == 2 else "its ranks"
-            notes.append(
-                f"copies for repairs (trainer.copy_freq={trainer.copy_freq}): {amount(copied)} a rank of {name}, "
-                f"{amount(held)} of host memory a node for two steps of {where}"
-            )
-    return notes
-
-
 def base_notes(models: RunModels) -> list[str]:
     """Return a sentence about host memory for a frozen base; none where it stays on the device, or comes again."""
     copied = max(host_copy_bytes(models, pp_rank) for pp_rank in range(models.grid.pp_size))
@@ -292,7 +266,7 @@ def base_notes(models: RunModels) -> list[str]:
     num_ranks = models.training.spec.size.num_ranks_per_node
     return [
         f"lora.base=host: {amount(copied)} of pinned host memory at most on each rank, {amount(copied * num_ranks)} a "
-        "node, for what the base lacks in generation"
+        "node, for frozen weights of other stages"
     ]
 
 

@@ -41,10 +41,10 @@ from megatron_rl.planning.plan_sections import (
     follower_section,
     memory_section,
     pool_section,
-    repair_notes,
     transfer_section,
     turn_notes,
 )
+from megatron_rl.planning.repair_copies import repair_notes
 from megatron_rl.planning.replay_rules import replay_notes
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_time import StepTime, generation, step_load, step_time, task_load, task_time

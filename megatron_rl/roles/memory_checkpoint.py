@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.memory_checkpoint_plan import (
     CHECKSUM,
@@ -38,7 +37,8 @@ from megatron_rl.checkpoint.memory_checkpoint_plan import (
     transfers,
 )
 from megatron_rl.checkpoint.saved_tensors import OPTIMIZER_PREFIX
-from megatron_rl.errors import CopyLost
+from megatron_rl.errors import CopyLost, StorageError
+from megatron_rl.roles.tensor_files import PieceWriter, reserved_file
 
 Value = TypeVar("Value")
 
@@ -60,6 +60,7 @@ class MemoryCheckpoint:
         self._kept: list[int] = []
         self._sending: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._writer = PieceWriter()
 
     # Taking
 
@@ -67,7 +68,7 @@ class MemoryCheckpoint:
         """Copy the tensors into this node's memory, and in the background to another node's.
 
         tensors: role -> what this rank owns. text: states of its generators. The two newest steps are kept. Raises
-        RuntimeError if the previous copy could not be sent.
+        RuntimeError if the previous copy could not be sent, and StorageError where this node has no room.
         """
         self.settle()
         self._remove_old(place)
@@ -75,7 +76,7 @@ class MemoryCheckpoint:
         with torch.no_grad():
             for file, content in zip(files, contents(tensors), strict=True):
                 path = self.path(place, file)
-                save_file(content, f"{path}{UNFINISHED}", {GENERATORS: text})
+                self._writer.write(Path(f"{path}{UNFINISHED}"), content, {GENERATORS: text})
                 os.rename(f"{path}{UNFINISHED}", path)
         self._kept.append(step)
         self._sending = threading.Thread(target=self._send, args=(place, files), name="state copies", daemon=True)
@@ -256,7 +257,7 @@ def contents(tensors: Mapping[str, Mapping[str, ShardedTensor]]) -> list[dict[st
     for role, own in tensors.items():
         for tensor in own.values():
             part = OPTIMIZER if tensor.key.startswith(OPTIMIZER_PREFIX) else WEIGHTS
-            parts[part][box_of(role, tensor).name] = tensor.data.detach().cpu().contiguous()
+            parts[part][box_of(role, tensor).name] = tensor.data.detach()
     return [parts[part] for part in PARTS]
 
 
@@ -285,12 +286,9 @@ def header_of(path: Path) -> Header:
         return Header(boxes, content.metadata()[GENERATORS])
 
 
-def mapped(path: Path, size: int | None = None) -> torch.Tensor:
-    """A file's bytes as a tensor; size: make a new file of that many bytes."""
-    if size is None:
-        return torch.from_numpy(np.memmap(path, np.uint8, mode="r+"))
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # this user's alone, as safetensors makes its files
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="w+", shape=(size,)))
+def mapped(path: Path) -> torch.Tensor:
+    """A file's bytes as a tensor."""
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="r+"))
 
 
 def checksum(path: Path) -> int:
@@ -323,19 +321,31 @@ def remove(path: Path) -> None:
 
 def send_file(path: Path, target: int, group: dist.ProcessGroup) -> None:
     """Send a file's size, checksum and bytes to a rank."""
-    content = mapped(path)
+    content, has_room = mapped(path), torch.tensor([0])
     dist.send(torch.tensor([content.numel(), checksum(path)]), target, group)
+    dist.recv(has_room, target, group)
+    if not has_room:
+        raise RuntimeError(
+            f"the node of rank {target} has no room for the {content.numel() / 1e9:.2f} GB of {path.name}"
+        )
     for chunk in content.split(CHUNK_BYTES):
         dist.send(chunk, target, group)
 
 
 def receive_file(path: Path, source: int, group: dist.ProcessGroup) -> None:
-    """Write what `send_file` sends to `path`, which is there once it is whole. Raises RuntimeError for other bytes."""
+    """Write what `send_file` sends to `path`, which is there once it is whole. Raises RuntimeError for other bytes, and
+    StorageError where there is no room, which the sender learns.
+    """
     size, number = torch.tensor([0, 0]), 0
     dist.recv(size, source, group)
     num_bytes, number = (int(value) for value in size)
     unfinished = Path(f"{path}{UNFINISHED}")
-    content = mapped(unfinished, num_bytes)
+    try:
+        content = reserved_file(unfinished, num_bytes)
+    except StorageError:
+        dist.send(torch.tensor([0]), source, group)
+        raise
+    dist.send(torch.tensor([1]), source, group)
     for chunk in content.split(CHUNK_BYTES):
         dist.recv(chunk, source, group)
     if crc32_of(content) != number:

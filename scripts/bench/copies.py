@@ -19,7 +19,7 @@ from statistics import median
 
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
 from megatron_rl.config.load import load_config
-from megatron_rl.planning.plan_sections import copied_bytes
+from megatron_rl.planning.repair_copies import copied_bytes
 from megatron_rl.planning.run_models import RunModels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.checkpoint.model_folder import model_folders
 from megatron_rl.cluster.launcher import VISIBLE_GPUS
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.controller.repairs import REPAIRS_FILE, FaultHistory, Repair, Repairs
-from megatron_rl.errors import DeviceFault, WorkerFailure
+from megatron_rl.controller.run_setup import refuse_without_room
+from megatron_rl.errors import ConfigError, DeviceFault, WorkerFailure
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -51,7 +53,10 @@ def test_a_repair_goes_on_without_its_line(repaired: Repairs, tmp_path: Path, ca
 def on_gpus(monkeypatch: pytest.MonkeyPatch, repaired: Repairs) -> Iterator[Repairs]:
     """A run on this machine's four GPUs, one more than it needs, with a copy of step 4; no process is started."""
     monkeypatch.setenv(VISIBLE_GPUS, "0,1,2,3")
-    config = load_config(REPOSITORY / "configs/demo_cpu.yaml", ["trainer.max_repairs=5", "trainer.n_gpus_per_node=3"])
+    config = load_config(
+        REPOSITORY / "configs/demo_cpu.yaml",
+        ["trainer.max_repairs=5", "trainer.n_gpus_per_node=3", "trainer.save_freq=9"],
+    )
     repairs = Repairs(config, repaired.stop, local=False)
     with repairs, repairs.launcher(lambda: LocalLauncher("cuda")):
         repairs.took(4)
@@ -95,3 +100,18 @@ def test_without_another_gpu_the_run_saves_and_ends(repaired: Repairs, on_gpus: 
     with pytest.raises(WorkerFailure) as raised:
         on_gpus.prepare(WorkerFailure("rank 0 died while it saved", is_loss=True))
     assert raised.value is second
+
+
+def test_copies_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ranks start, where this machine's /dev/shm has 1 MB. Would not catch what other programs take later: then
+    the copy itself is refused.
+    """
+    assets = f"actor_rollout_ref.model.path={REPOSITORY / 'assets/demo/model'}"
+    config = load_config(REPOSITORY / "configs/demo_cpu.yaml", ["trainer.max_repairs=1", assets])
+    folders = model_folders(config)
+    refuse_without_room(config, folders)
+    monkeypatch.setattr("megatron_rl.controller.run_setup.shared_bytes", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"need .* MB of /dev/shm, which has 1.05 MB free; try: a larger /dev/shm"):
+        refuse_without_room(config, folders)
+    config.trainer.copy_freq = -1
+    refuse_without_room(config, folders)

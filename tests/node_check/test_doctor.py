@@ -71,6 +71,12 @@ def test_a_good_machine() -> None:
         ),
         ({"installed": {"torch": "2.13.0", "vllm": "0.32.0"}}, "rich", Condition.BROKEN, 'pip install "rich>=13"'),
         ({"installed": {"torch": "2.13.0", "rich": "15"}}, "vLLM", Condition.BROKEN, "make install"),
+        (
+            {"tools": replace(WELL.tools, run_shared=300 * GB)},
+            "/dev/shm, 300.0 GB for repairs",
+            Condition.DOUBTFUL,
+            "trainer.copy_freq=-1",
+        ),
         ({"driver": "570.86.15"}, "GPUs", Condition.DOUBTFUL, "branch 580 or newer, which CUDA 13 needs"),
         (
             {"te_version": "2.11.0", "te_cores": ("12", "13")},

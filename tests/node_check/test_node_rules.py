@@ -100,6 +100,15 @@ def test_a_planted_fault_is_named(fault):
     assert str(found).count("try: ") == 1 and found.nearest
 
 
+def test_copies_for_repairs_have_room() -> None:
+    """Of all pools with ranks on a node, on CPUs too. Would not catch what another program takes meanwhile."""
+    nodes = changed(1, shared_bytes=64 << 20)
+    rules = replace(RULES, on_gpus=False, least_shared_bytes={"global_pool": 40 * GB, "elsewhere": 70 * GB})
+    (found,) = judge(nodes, REDUCES, rules)
+    assert found.node == NAMES[1] and "/dev/shm has 0.07 GB free" in str(found) and "need 40.00 GB of it" in str(found)
+    assert judge(changed(1, shared_bytes=40 * GB), REDUCES, rules) == []
+
+
 @pytest.mark.parametrize(
     ("cuda", "driver", "least"),
     [
