@@ -15,6 +15,7 @@ rehearsed_save.py     a save, without its bytes; objects that ranks exchange
 fake_peers.py         what happens where other ranks or files would answer
 dispatch_mode.py      what happens to every operation; known_values.py, memory_tracker.py: what it keeps
 recorded_works.py     works of collectives, and who waits for them; nccl_rules.py: tensors that NCCL refuses
+stream_order.py       memory, streams, events and works: accesses that nothing orders; access_order.py: of one memory
 group_calls.py        a recorded collective, or send or receive; matcher.py: whether those of all ranks fit together
 comparison.py         planned and rehearsed peaks
 """

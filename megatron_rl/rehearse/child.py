@@ -94,7 +94,8 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     gpu = fake_cuda.GPU
     mode = RehearsalMode(torch.device("cuda", 0), MemoryTracker(gpu.allocate), rank.number - rank.rank)
     gpu.on_wait = mode.wait
-    follow_resizes(mode.memory.resized)
+    gpu.on_record_stream = mode.order.record
+    follow_resizes(mode.resized)
     replace_peers(mode, _members(config, rank), joint)
     record_works(lambda: mode)
     try:

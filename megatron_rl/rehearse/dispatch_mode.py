@@ -21,6 +21,7 @@ from megatron_rl.rehearse.group_calls import RECEIVE, SEND, GroupCall, Size
 from megatron_rl.rehearse.known_values import KnownValues
 from megatron_rl.rehearse.memory_tracker import MemoryTracker
 from megatron_rl.rehearse.nccl_rules import broken_rules
+from megatron_rl.rehearse.stream_order import StreamOrder
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -44,7 +45,7 @@ MOST_AT_PEAK = 20
 
 
 class UnknownValueError(RuntimeError):
-    """A shape depends on values that nobody knows in a rehearsal."""
+    """A shape depends on values that a rehearsal does not have."""
 
 
 def current_line() -> str:
@@ -86,6 +87,7 @@ class RehearsalMode(TorchDispatchMode):
         self.faults: Counter[str] = Counter()
         self._reduction = ""
         self._open_works: dict[int, GroupCall] = {}
+        self.order = StreamOrder(self._fault, current_line)
         self.at_peak: dict[str, Counter[str]] = {}
         self._batch: int | None = None
         self._num_batches = 0
@@ -95,6 +97,14 @@ class RehearsalMode(TorchDispatchMode):
         self.at_peak[self.phase] = self.memory.at_peak
         self.phase = phase
         self.memory.begin()
+
+    def resized(self, storage: Any) -> None:
+        """Note a new size of a storage."""
+        self.memory.resized(storage)
+        self.order.resized(storage)
+
+    def _fault(self, sentence: str) -> None:
+        self.faults[f"{self.phase}: {sentence}"] += 1
 
     def wait(self, what: str) -> None:
         """Note that the host waits for the device."""
@@ -127,12 +137,14 @@ class RehearsalMode(TorchDispatchMode):
         """See `WorkNotes`."""
         number = len(self.calls)
         if self.calls:
-            self._open_works[number] = self.calls[-1]
+            self._open_works[number] = last = self.calls[-1]
+            self.order.begin_work(number, (last.group, last.purpose))
         return number
 
     def wait_for_work(self, number: int) -> None:
         """See `WorkNotes`."""
         self._open_works.pop(number, None)
+        self.order.wait_for_work(number)
 
     def _unwaited(self) -> Counter[str]:
         """Return works that the rank has ended without waiting for."""
@@ -164,15 +176,16 @@ class RehearsalMode(TorchDispatchMode):
         if not on_device and (asked is None or asked.type != "cuda"):
             return self._on_host(func, args, kwargs)
         self.operations.setdefault(self.phase, Counter())[str(func)] += 1
+        written = _written(func, args, kwargs)
+        self.order.operation(func, on_device, written)
         if func in READS:
             return self._read(func, leaves, spec, on_device)
-        written = _written(func, args, kwargs)
         to_host = asked is not None and asked.type == "cpu" and func is aten._to_copy.default
         if to_host or (written and not isinstance(written[0], FakeTensor)):
             return self._to_host(func, args, kwargs, args[0] if to_host else args[1], to_host)
         copies = len(on_device) < len(tensors) and func in (aten._to_copy.default, aten.copy_.default)
-        if copies and not _is_non_blocking(args, kwargs):
-            self.wait("copy to device")
+        if copies:
+            self._from_host(tensors, _is_non_blocking(args, kwargs))
         out = self._on_device(func, args, kwargs)
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, FakeTensor)]
         if func is aten.topk.default and self._routed(leaves, outputs):
@@ -185,10 +198,18 @@ class RehearsalMode(TorchDispatchMode):
         for output in outputs:
             if output.device.type == "cuda":
                 self.memory.note(output.untyped_storage(), lambda: f"{current_line()} {func.__name__}")
+        self.order.made(outputs)
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation on real tensors; there is nothing to pin them for."""
+        self.order.on_host(func, args, kwargs, _written)
+        out = self._real(func, args, kwargs)
+        if func is aten._pin_memory.default or kwargs.get("pin_memory"):
+            self.order.pin(out)
+        return out
 
     @staticmethod
-    def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation on real tensors; there is nothing to pin them for."""
+    def _real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_on_large_ones(func, args, kwargs):
             return _without_values(func, args, kwargs)
         if func is aten._pin_memory.default:
@@ -209,8 +230,17 @@ class RehearsalMode(TorchDispatchMode):
 
     # Between device and host
 
+    def _from_host(self, tensors: list[Tensor], is_non_blocking: bool) -> None:
+        for tensor in tensors:
+            if is_non_blocking and not isinstance(tensor, FakeTensor):
+                self.order.copy_with_host(tensor, is_write=False)
+        if not is_non_blocking:
+            self.wait("copy to device")
+            self.order.host_waits()
+
     def _read(self, func: Any, leaves: list[Any], spec: Any, on_device: list[FakeTensor]) -> Any:
         self.wait(str(func))
+        self.order.host_waits()
         if self.values.are_known(leaves):
             args, kwargs = tree_unflatten([self.values.of(leaf) for leaf in leaves], spec)
             return func(*args, **kwargs)
@@ -226,6 +256,17 @@ class RehearsalMode(TorchDispatchMode):
         """Copy into a real tensor, a new one or the first argument."""
         if not _is_non_blocking(args, kwargs):
             self.wait("copy to host")
+            self.order.host_waits()
+            return self._copied(func, args, kwargs, source, makes_copy)
+        there = self._copied(func, args, kwargs, source, makes_copy)
+        if makes_copy:
+            self.order.pin(there)
+        self.order.copy_with_host(there, is_write=True)
+        return there
+
+    def _copied(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, makes_copy: bool
+    ) -> Any:
         values = self.values.of(source)
         if values is None:
             self._invent(func)
@@ -312,6 +353,7 @@ class RehearsalMode(TorchDispatchMode):
         out = self._done(func, args, kwargs)
         if name == "barrier":
             self.wait("barrier")
+            self.order.host_waits()
         elif name == "allgather":
             for outputs, source in zip(args[0], args[1], strict=True):
                 for output in outputs:
@@ -344,9 +386,21 @@ class RehearsalMode(TorchDispatchMode):
         call = GroupCall(self.phase, name, ranks, sizes, line, root, peer, batch, self._reduction, purpose)
         self._reduction = ""
         self.calls.append(call)
+        self._order_call(call, args, tensors, numbers)
         dense = [tensor.is_contiguous() for tensor in tensors]
         for rule in broken_rules(name, call.reduction, sizes, dense, len(ranks)):
             self.faults[f"{call} in {self.phase}: {rule}"] += 1
+
+    def _order_call(self, call: GroupCall, args: tuple[Any, ...], tensors: list[Tensor], numbers: list[int]) -> None:
+        """Note what a collective reads and writes of the device's memory: it fills its first argument."""
+        filled = [] if call.name in (SEND, "barrier") else tree_flatten(args[0])[0]
+        if call.name == "broadcast" and call.group[numbers[0]] == self.first_number + torch.distributed.get_rank():
+            filled = []
+        on_device = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        written = [tensor for tensor in on_device if any(tensor is one for one in filled)]
+        read = [tensor for tensor in on_device if not any(tensor is one for one in written)]
+        if on_device:
+            self.order.collective((call.group, call.purpose), call.purpose, read, written)
 
     def note_objects(self, name: str, group: Any, root: int | None = None) -> None:
         """Note that ranks of a group exchange objects; None: all of the pool. root: its rank in the pool."""

@@ -95,13 +95,96 @@ def groups_of_two_purposes(rank, torch, dist):
         dist.all_reduce(ones(torch, 4), group=group)
 
 
+@planted()
+def streams_in_order(rank, torch, dist):
+    """Events, works, waits of the host and record_stream, each where it belongs."""
+    side, main, ready = torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        side.wait_stream(main)
+        made = ones(torch, 8)
+        ready.record()
+    main.wait_event(ready)
+    made.add_(1).record_stream(main)
+    whole = ones(torch, 8)
+    work = dist.all_reduce(whole[:4], async_op=True)
+    whole[4:].add_(1)
+    work.wait()
+    whole.add_(1)
+    host = torch.zeros(8).pin_memory()
+    there = host.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    host.add_(1)
+    back = there.to("cpu", non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert back.sum().item() == 0
+
+
+@planted("the read at", "on the default stream takes 32 bytes of the write at", "on side stream")
+def side_stream_without_an_event(rank, torch, dist):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        made = ones(torch, 8)
+    made.sum()
+
+
+@planted("memory freed may be used again while the read at", "call record_stream")
+def freed_without_record_stream(rank, torch, dist):
+    side, made = torch.cuda.Stream(), ones(torch, 8)
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        made.sum()
+    del made
+
+
+@planted("takes 32 bytes of the write at", "on collectives of default_pg, and nothing orders them")
+def use_before_the_work(rank, torch, dist):
+    total = ones(torch, 8)
+    work = dist.all_reduce(total, async_op=True)
+    total.add_(1)
+    work.wait()
+
+
+@planted("on the host takes 32 bytes of the read at", "nothing orders them")
+def host_buffer_changed_under_a_copy(rank, torch, dist):
+    host = torch.zeros(8).pin_memory()
+    host.to("cuda", non_blocking=True)
+    host.add_(1)
+
+
+@planted("the read at", "on the host takes 32 bytes of the write at")
+def host_reads_a_copy_too_early(rank, torch, dist):
+    ones(torch, 8).to("cpu", non_blocking=True).sum()
+
+
+@planted("takes 32 bytes of a storage that has 0, released at", "allocate them before")
+def weights_released_before_use(rank, torch, dist):
+    weights = ones(torch, 8)
+    weights.untyped_storage().resize_(0)
+    weights.sum()
+
+
+@planted("recv", "takes 32 bytes of a storage that has 0, released at")
+def scratch_released_before_a_message(rank, torch, dist):
+    scratch = ones(torch, 8)
+    scratch.untyped_storage().resize_(0)
+    (dist.send, dist.recv)[rank](scratch, 1 - rank)
+    dist.send(ones(torch, 2), 1 - rank) if rank else dist.recv(ones(torch, 3), 1 - rank)
+
+
+@planted("memory released at", "may be used again while the write at", "on collectives of default_pg")
+def released_under_a_work(rank, torch, dist):
+    total = ones(torch, 8)
+    work = dist.all_reduce(total, async_op=True)
+    total.untyped_storage().resize_(0)
+    work.wait()
+
+
 def report_of(program, rank, torch, dist):
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
     from megatron_rl.rehearse.memory_tracker import MemoryTracker
 
     mode = RehearsalMode(torch.device("cuda", 0), MemoryTracker())
     CURRENT[:] = [mode]
-    fake_cuda.GPU.on_wait = mode.wait
+    fake_cuda.GPU.on_wait, fake_cuda.GPU.on_record_stream = mode.wait, mode.order.record
     failure = {}
     try:
         with mode:
@@ -128,7 +211,7 @@ def main(library, rank):
         patch.PATCH.apply()
     dist.init_process_group(rank=rank, world_size=2)
     record_works(lambda: CURRENT[0])
-    follow_resizes(lambda storage: CURRENT[0].memory.resized(storage))
+    follow_resizes(lambda storage: CURRENT[0].resized(storage))
     print(json.dumps({name: report_of(program, rank, torch, dist) for name, (program, _) in PLANTED.items()}))
 
 

@@ -3,7 +3,8 @@
 Reason: a rehearsal runs a rank's own code with device cuda where there is none. torch's fake tensors allow that only in
 a build with CUDA: elsewhere autograd ends the process, and `torch.cuda` raises.
 What it does: `load` brings a library (`fake_cuda.cpp`) with a device guard and hooks for cuda into the process,
-before torch is imported; `apply` then gives `torch.cuda` the answers of `GPU`. Streams and events order nothing.
+before torch is imported; `apply` then gives `torch.cuda` the answers of `GPU`. Streams do nothing, but keep what has
+come before in their order, so that somebody else can see what nothing orders (`stream_clocks.py`).
 For a process of its own that ends when its rehearsal ends: nothing is undone.
 """
 
@@ -15,13 +16,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from third_party_patches.guard import TORCH, Patch, require_version
+from third_party_patches.torch.stream_clocks import HOST, LATEST, Clock, Queue, join
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 NUM_DEVICES = 8
@@ -30,9 +34,10 @@ HOPPER = (9, 0)
 
 @dataclass
 class PretendedGPU:
-    """What `torch.cuda` says in this process. allocated, peak: bytes, which somebody else counts.
+    """Answers of `torch.cuda` in this process. allocated, peak: bytes, which somebody else counts.
 
-    on_wait: told of every wait of the host for the device, by what it waits for.
+    on_wait: called at every wait of the host for the device, with its reason. on_record_stream: called with a tensor
+    and the stream that is recorded.
     """
 
     total_memory: int = 80 * 10**9
@@ -40,6 +45,7 @@ class PretendedGPU:
     allocated: int = 0
     peak: int = 0
     on_wait: Callable[[str], None] = lambda what: None
+    on_record_stream: Callable[[Any, Any], None] = lambda tensor, stream: None
 
     def allocate(self, now: int) -> None:
         """Set the allocated bytes."""
@@ -84,23 +90,27 @@ def _torch_folder() -> str:
 
 
 class PretendedEvent:
-    """An event that is always over."""
+    """An event that is over as soon as somebody asks."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        pass
+        self.clock: Clock = {}
 
     def record(self, stream: Any = None) -> None:
-        """Record nothing."""
+        """Take what the stream, or the current one, has until now."""
+        self.clock = dict((stream or current_stream()).clock)
 
     def wait(self, stream: Any = None) -> None:
         """Let the device wait: it costs the host nothing."""
+        join((stream or current_stream()).clock, self.clock)
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        HOST.wait_for(self.clock)
         GPU.on_wait("event.synchronize")
 
     def query(self) -> bool:
         """Return True: all work before it is done."""
+        HOST.wait_for(self.clock)
         return True
 
     def elapsed_time(self, other: Any) -> float:
@@ -108,8 +118,8 @@ class PretendedEvent:
         return 0.0
 
 
-class PretendedStream:
-    """A stream whose work is always done."""
+class PretendedStream(Queue):
+    """A stream whose work is done as soon as somebody asks."""
 
     cuda_stream = stream_id = device_index = priority = 0
     device_type = 1
@@ -117,44 +127,83 @@ class PretendedStream:
     def __init__(self, *args: Any, **options: Any) -> None:
         import torch
 
+        super().__init__(f"side stream {next(_SIDE_STREAMS)}" if _DEFAULT else "the default stream")
         self.device = torch.device("cuda", GPU.device)
+        self._before: list[Any] = []
 
     def __enter__(self) -> PretendedStream:
+        self._before.append(current_stream())
+        set_stream(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        set_stream(self._before.pop())
 
     def wait_stream(self, stream: Any) -> None:
         """Let the device wait: it costs the host nothing."""
+        join(self.clock, stream.clock)
 
     def wait_event(self, event: Any) -> None:
         """Let the device wait: it costs the host nothing."""
+        join(self.clock, event.clock)
 
     def record_event(self, event: Any = None) -> Any:
-        """Return the event, or a new one."""
-        return event or PretendedEvent()
+        """Return the event, or a new one, recorded here."""
+        event = event or PretendedEvent()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        HOST.wait_for(self.clock)
         GPU.on_wait("stream.synchronize")
 
     def query(self) -> bool:
         """Return True: all its work is done."""
+        HOST.wait_for(self.clock)
         return True
+
+
+_OF_THREAD = threading.local()
+_DEFAULT: list[PretendedStream] = []
+_SIDE_STREAMS = count(1)
+
+
+def default_stream(device: Any = None) -> PretendedStream:
+    """Return the stream of threads that have set none, autograd's among them."""
+    if not _DEFAULT:
+        _DEFAULT.append(PretendedStream())
+    return _DEFAULT[0]
+
+
+def current_stream(device: Any = None) -> PretendedStream:
+    """Return the stream of this thread."""
+    return getattr(_OF_THREAD, "stream", None) or default_stream()
+
+
+def set_stream(stream: Any) -> None:
+    """Let this thread work on a stream; None: nothing changes."""
+    _OF_THREAD.stream = stream or current_stream()
+
+
+def synchronize(device: Any = None) -> None:
+    """Let the host wait for all streams."""
+    HOST.wait_for(LATEST)
+    GPU.on_wait("device.synchronize")
 
 
 def apply() -> None:
     """Give `torch.cuda`, and what is below it, the answers of `GPU`; `load` comes before."""
     import torch
 
+    default_stream()
     for name, answer in {**_device_answers(), **_stream_answers(), **_memory_answers(), **_random_answers()}.items():
         setattr(torch.cuda, name, answer)
     for name, answer in _answers_below().items():
         setattr(torch._C, name, answer)
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, lambda *args, **options: 0)
-    setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)  # noqa: B010  mypy: it is a method
+    setattr(torch.Tensor, "record_stream", lambda tensor, stream: GPU.on_record_stream(tensor, stream))  # noqa: B010
 
 
 def _index(device: Any) -> int:
@@ -193,21 +242,14 @@ def _device_answers() -> dict[str, Any]:
 
 
 def _stream_answers() -> dict[str, Any]:
-    made: list[PretendedStream] = []
-
-    def current_stream(device: Any = None) -> PretendedStream:
-        if not made:
-            made.append(PretendedStream())
-        return made[0]
-
     return {
         "Stream": PretendedStream,
         "Event": PretendedEvent,
         "current_stream": current_stream,
-        "default_stream": current_stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "set_stream": lambda stream: None,
-        "synchronize": lambda device=None: GPU.on_wait("device.synchronize"),
+        "default_stream": default_stream,
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
+        "set_stream": set_stream,
+        "synchronize": synchronize,
         "is_current_stream_capturing": lambda: False,
     }
 
