@@ -65,7 +65,7 @@ def nccl_variables(given: Mapping[str, str], survives_losses: bool) -> dict[str,
         said = ", ".join(f"{name}={variables[name]}" for defeat in found for name in defeat.names)
         raise ConfigError(
             f"{said}: with this, torch ends the trainer minutes after a rollout replica was lost, although the run "
-            f"needs no end; try: {', '.join(defeat.remedy for defeat in found)}"
+            f"could continue; try: {', '.join(defeat.remedy for defeat in found)}"
         )
     return variables
 
