@@ -25,7 +25,10 @@ from megatron_rl.model.attention import BiasedRowParallelLinear
 from megatron_rl.model.whole_linear import WholeLinear
 
 PACKAGE = "transformer-engine"
-INSTALL = "to install 2.11.0 see requirements/gpu_te.txt"
+COMPARED = SpecifierSet(">=2.11,<2.21")
+"""Versions of transformer-engine whose names were compared with those that megatron-core imports, first and last."""
+
+INSTALL = "to install one that fits see requirements/gpu_te.txt"
 
 OUR_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -191,9 +194,9 @@ def te_problem() -> str:
 
 
 def megatrons_range() -> SpecifierSet:
-    """The versions of transformer-engine that the installed megatron-core names in its extras."""
+    """The versions of transformer-engine that the installed megatron-core names in its extras, or, if any, COMPARED."""
     asked = map(Requirement, metadata.requires("megatron-core") or ())
-    return next(one.specifier for one in asked if one.name == PACKAGE)
+    return next(one.specifier for one in asked if one.name == PACKAGE) or COMPARED
 
 
 def apex_problem() -> str:

@@ -65,14 +65,14 @@ def save_and_load(folder: Path) -> tuple[bool, str]:
 
 
 def test_real_checkpoints_and_one_with_a_command_inside(tmp_path) -> None:
-    """`.metadata` and `common.pt` are harmless to us, and torch refuses an object within a `.distcp` file.
+    """`.metadata`, and `common.pt` before 0.19, are harmless; torch refuses an object within a `.distcp` file.
 
     Would not catch what another version of Megatron or torch writes, nor another optimizer's state.
     """
     ((came_back, refusal),) = run_ranks(1, save_and_load, tmp_path)
     files = pickles_in(tmp_path / "good")
-    assert [file.name for file in files] == [".metadata", "common.pt"]
-    assert [forbidden_globals(file) for file in files] == [set(), set()]
+    assert [file.name for file in files] in ([".metadata", "common.pt"], [".metadata"])
+    assert not any(forbidden_globals(file) for file in files)
     assert came_back
     assert "Weights only load failed" in refusal
     assert not (tmp_path / "mark").exists()

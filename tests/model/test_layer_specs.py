@@ -23,7 +23,7 @@ def test_experts_are_put_into_the_installed_versions_layer() -> None:
 
 def test_experts_are_put_into_a_partial() -> None:
     """As from 0.19 on. Would not catch a partial whose submodules are positional."""
-    layer = partial(MoELayer, submodules=MoESubmodules())
+    layer = partial(MoELayer, submodules=MoESubmodules(experts=None))
     moe_submodules(layer).experts = StackedExperts
     assert layer.keywords["submodules"].experts is StackedExperts
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.te_layers import our_name, refuse_unusable
+from megatron_rl.model.te_layers import megatrons_range, our_name, refuse_unusable
 
 
 def install(folder: Path, name: str, version: str, *needs: str) -> None:
@@ -29,7 +29,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("version", "reason"),
     [
         (None, "transformer-engine is not installed"),
-        ("2.20.2", "megatron-core wants transformer-engine<2.12.0,>=2.9.0a0, and 2.20.2 is installed"),
+        ("2.21", f"megatron-core wants transformer-engine{megatrons_range()}, and 2.21 is installed"),
         ("2.8.0", "and 2.8.0 is installed"),
         ("2.11.0", "cannot be imported"),
     ],
@@ -41,7 +41,7 @@ def test_unusable_transformer_engine_is_refused(packages: Path, version: str | N
     with pytest.raises(ConfigError) as raised:
         refuse_unusable(OverrideTransformerConfig(transformer_impl="te_linear"))
     text = str(raised.value)
-    assert reason in text and "2.11.0" in text and "try: transformer_impl=local" in text
+    assert reason in text and "requirements/gpu_te.txt" in text and "try: transformer_impl=local" in text
     refuse_unusable(OverrideTransformerConfig())
 
 
