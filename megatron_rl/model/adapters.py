@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -26,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.model.decoder import Chunk, embedding_of, layers_of
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.model.families.adapter_params import STACKED, MergedRows, merged_rows
 from megatron_rl.model.whole_linear import WholeLinear
@@ -220,7 +220,7 @@ class AdapterSet:
     place: Place
     seed: int
 
-    def attach(self, chunks: Sequence[GPTModel]) -> None:
+    def attach(self, chunks: Sequence[Chunk]) -> None:
         """Give the chunks' linears their adapters, and freeze all other parameters.
 
         Values do not depend on the layout: A is initialised whole from the seed and its name, B is 0.
@@ -231,9 +231,9 @@ class AdapterSet:
             by_module[weight.rpartition(".")[0]].append(weight)
         for chunk in chunks:
             chunk.requires_grad_(False)
-            for layer in chunk.decoder.layers:
+            for number, layer in layers_of(chunk):
                 for own, module in list(layer.named_modules()):
-                    name = f"decoder.layers.{layer.layer_number - 1}.{own}"
+                    name = f"decoder.layers.{number}.{own}"
                     if name in by_module:
                         self._attach(module, {weight: pairs[weight] for weight in by_module[name]})
             _carry_gradients(chunk)
@@ -260,10 +260,11 @@ class AdapterSet:
                 vars(part)["sequence_parallel"] = True  # Megatron sums what is marked so
 
 
-def _carry_gradients(chunk: Any) -> None:
+def _carry_gradients(chunk: Chunk) -> None:
     """Let the first layer's input carry gradients: recomputed layers have none where no input of theirs does."""
-    if chunk.pre_process and chunk.config.recompute_granularity is not None:
-        chunk.embedding.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
+    embedding = embedding_of(chunk)
+    if embedding is not None and chunk.config.recompute_granularity is not None:
+        embedding.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
 
 
 def drawn_a(spec: ParamSpec, lora: LoraConfig, seed: int, place: Place) -> Tensor:

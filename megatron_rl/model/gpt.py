@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
@@ -18,6 +17,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.megatron import LOCAL, MegatronConfig
 from megatron_rl.device import Device
+from megatron_rl.model.decoder import Chunk, build_chunk, head_of, layers_of, replace_head, set_angles
 from megatron_rl.model.experts import moe_settings
 from megatron_rl.model.families import Model, family_of
 from megatron_rl.model.layer_specs import norm_of, put_part, rotary_frequencies, scale_embedding, scale_layers
@@ -128,26 +128,26 @@ def one_layer(config: TransformerConfig, layer: Layer, hf_config: PretrainedConf
 
 def build_language_model(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int
-) -> list[GPTModel]:
+) -> list[Chunk]:
     """The chunks of this rank's stage of the language model, weights not yet loaded. All ranks must call.
 
     The last stage returns hidden states [B, S, H]; `VocabHead` applies the head to the scored tokens only.
     """
     chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=hf_config.tie_word_embeddings)
     if groups.is_last_stage:
-        pass_hidden_states(chunks[-1].output_layer, groups.tp_group)
+        pass_hidden_states(head_of(chunks[-1]), groups.tp_group)
     return chunks
 
 
 def build_value_model(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, head_seed: int
-) -> list[GPTModel]:
+) -> list[Chunk]:
     """The chunks of a value model: the trunk, and a new head that maps a hidden state to one value. All ranks
     must call.
     """
     chunks = build_stage(hf_config, config, groups, vocab_multiple, tied=False)
     if groups.is_last_stage:
-        chunks[-1].output_layer = ValueHead(config, head_seed, groups.tp_group)
+        replace_head(chunks[-1], ValueHead(config, head_seed, groups.tp_group))
     return chunks
 
 
@@ -172,35 +172,31 @@ def num_angles(longest_sequence: Callable[..., int]) -> Callable[..., int]:
 
 def build_stage(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, tied: bool
-) -> list[GPTModel]:
+) -> list[Chunk]:
     """One pipeline stage of a decoder, in the order its chunks are run.
 
     tied: the vocabulary head shares the embedding's weight. Raises ConfigError for an unsupported rotary embedding.
     """
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     chunks = [
-        GPTModel(
+        build_chunk(
             config,
             layer_spec(config, vp_stage, hf_config),
-            vocab_size=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
-            max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=groups.is_first_stage and vp_stage == 0,
-            post_process=groups.is_last_stage and vp_stage == num_chunks - 1,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
+            num_tokens=padded_vocab_size(hf_config.vocab_size, vocab_multiple),
+            num_positions=hf_config.max_position_embeddings,
+            is_first=groups.is_first_stage and vp_stage == 0,
+            is_last=groups.is_last_stage and vp_stage == num_chunks - 1,
+            tied=tied,
             vp_stage=vp_stage,
         )
         for vp_stage in range(num_chunks)
     ]
     frequencies, style = rotary_frequencies(hf_config, config.kv_channels), family_of(hf_config.architectures).style
     for chunk in chunks:
-        chunk.rotary_pos_emb.inv_freq = frequencies
-        # All positions have angles here; the segments of a context-parallel rank say which it needs.
-        chunk.rotary_pos_emb.cp_group = None
-        chunk.rotary_pos_emb.get_rotary_seq_len = num_angles(chunk.rotary_pos_emb.get_rotary_seq_len)
+        set_angles(chunk, frequencies, num_angles)
         scale_embedding(chunk, style)
         scale_layers(chunk, style)
-        for layer in chunk.decoder.layers:
+        for _, layer in layers_of(chunk):
             if isinstance(layer.mlp, MLP):
                 eps, norm = config.layernorm_epsilon, norm_of(style)
                 norm_after = norm(config, config.hidden_size, eps) if style.norms_after else None

@@ -6,7 +6,6 @@ from functools import partial, singledispatch
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import PretrainedConfig
@@ -16,6 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import BiasedRowParallelLinear, StackedQKVSelfAttention
 from megatron_rl.model.biased_experts import BiasedExperts
 from megatron_rl.model.context_attention import ContextAttention
+from megatron_rl.model.decoder import Chunk, embedding_of, layers_of
 from megatron_rl.model.delta_attention import GatedDeltaAttention
 from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts
 from megatron_rl.model.families import (
@@ -136,19 +136,20 @@ def moe_submodules(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
-def scale_embedding(model: GPTModel, style: Style) -> None:
+def scale_embedding(model: Chunk, style: Style) -> None:
     """Multiply embeddings by the square root of the hidden size, in the model's dtype, if the family does."""
-    if not style.scaled_embedding or not model.pre_process:
+    embedding = embedding_of(model)
+    if not style.scaled_embedding or embedding is None:
         return
     scale = torch.tensor(model.config.hidden_size**0.5, dtype=model.config.params_dtype).item()
 
     def scaled(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
         return out * scale
 
-    model.embedding.register_forward_hook(scaled)
+    embedding.register_forward_hook(scaled)
 
 
-def scale_layers(model: GPTModel, style: Style) -> None:
+def scale_layers(model: Chunk, style: Style) -> None:
     """Multiply each layer's output by its `layer_scalar`, a buffer that the folder fills, if the family does."""
     if not style.layer_scales:
         return
@@ -156,7 +157,7 @@ def scale_layers(model: GPTModel, style: Style) -> None:
     def scaled(layer: Any, given: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         return out[0] * getattr(layer, SCALE).to(out[0].dtype), out[1]
 
-    for layer in model.decoder.layers:
+    for _, layer in layers_of(model):
         layer.register_buffer(SCALE, torch.ones(1))
         layer.register_forward_hook(scaled)
 

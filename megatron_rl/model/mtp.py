@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -26,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megatron_rl.model.decoder import Chunk, last_norm
 from megatron_rl.model.families import Model
 from megatron_rl.model.families.mtp_params import mtp_form, mtp_layer
 from megatron_rl.model.gpt import one_layer
@@ -88,7 +88,7 @@ class MTPLayer(MegatronModule):
         self.unnormed = inputs[0].detach() if is_trained else None
 
 
-def add_mtp_layer(chunks: list[GPTModel], model: Model, hf_config: PretrainedConfig) -> None:
+def add_mtp_layer(chunks: list[Chunk], model: Model, hf_config: PretrainedConfig) -> None:
     """Put the layer into the last chunk of the last stage; all ranks of that stage must call.
 
     Not as `mtp`, which is where Megatron's schedules look for a class of their own.
@@ -96,7 +96,7 @@ def add_mtp_layer(chunks: list[GPTModel], model: Model, hf_config: PretrainedCon
     last = chunks[-1]
     last.mtp_layer = MTPLayer(last.config, model, hf_config, last.vp_stage)
     if last.mtp_layer.reads_unnormed:
-        last.decoder.final_layernorm.register_forward_pre_hook(last.mtp_layer.keep_input)
+        last_norm(last).register_forward_pre_hook(last.mtp_layer.keep_input)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.model.decoder import layers_of
 from megatron_rl.model.router_balance import Balance
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -121,8 +122,7 @@ class ChunkRouters:
         self.taps: list[RouterTap] = []
         self.layers: list[int] = []
         self._none = torch.empty(0, 0, model.config.moe_router_topk, dtype=choice_dtype(num_experts))
-        for layer in model.decoder.layers:
-            number = layer.layer_number - 1
+        for number, layer in layers_of(model):
             if number not in routed:
                 continue
             tap = RouterTap(len(self.taps), num_experts)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -14,6 +13,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megatron_rl.model.decoder import Chunk, head_weight
 from megatron_rl.model.head_distillation import (
     Divergence,
     OtherHead,
@@ -52,15 +52,13 @@ def pass_hidden_states(output_layer: ColumnParallelLinear, tp_group: dist.Proces
 class VocabHead:
     """The head of a rank's last chunk, with the distribution that tokens are scored under."""
 
-    def __init__(self, model: GPTModel, softmax: VocabSoftmax) -> None:
+    def __init__(self, model: Chunk, softmax: VocabSoftmax) -> None:
         self.model, self.softmax = model, softmax
 
     @property
     def weight(self) -> Tensor:
         """This rank's rows [v, H]; with tied embeddings they are the embedding's."""
-        shared = self.model.share_embeddings_and_output_weights
-        weight: Tensor = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
-        return weight
+        return head_weight(self.model)
 
     def log_probs_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, H], targets int64 [N] -> (log-prob [N], entropy [N]), float32. All TP ranks must call.

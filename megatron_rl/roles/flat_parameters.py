@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member, aligned
+from megatron_rl.model.decoder import Chunk
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, shard_of
@@ -52,7 +52,7 @@ class WeightView:
     specs: Mapping[str, ParamSpec]
 
     @classmethod
-    def of(cls, models: list[GPTModel], specs: Mapping[str, ParamSpec], buffers: Sequence[Any]) -> WeightView:
+    def of(cls, models: list[Chunk], specs: Mapping[str, ParamSpec], buffers: Sequence[Any]) -> WeightView:
         """The parameters of the models that have a spec, and those of the buffers that hold some."""
         own = {name: parameter for name, parameter in named_parameters(models).items() if name in specs}
         holding = [each for each in buffers if any(parameter in each.param_index_map for parameter in own.values())]

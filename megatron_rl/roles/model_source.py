@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
@@ -26,6 +25,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.device import Device
 from megatron_rl.model.adapters import AdapterSet
+from megatron_rl.model.decoder import Chunk, first_layer
 from megatron_rl.model.eight_bits import emulate_eight_bits
 from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model, mtp_constants_of, mtp_specs
 from megatron_rl.model.families.adapter_params import adapter_specs
@@ -44,7 +44,7 @@ class UnloadedModel:
     buffer): until then their memory is untouched, so no second copy ever exists.
     """
 
-    chunks: list[GPTModel]
+    chunks: list[Chunk]
     specs: dict[str, ParamSpec]
     source: ModelSource
     drawn: frozenset[str] = frozenset()
@@ -136,7 +136,7 @@ class ModelSource:
 
     def _unloaded(
         self,
-        chunks: list[GPTModel],
+        chunks: list[Chunk],
         specs: dict[str, ParamSpec],
         drawn: frozenset[str] = frozenset(),
         heads: frozenset[str] = frozenset(),
@@ -167,22 +167,18 @@ class ModelSource:
         return UnloadedModel(chunks, specs, self, drawn, trained)
 
 
-def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
+def named_parameters(chunks: list[Chunk]) -> dict[str, torch.nn.Parameter]:
     """The parameters of all chunks under global names: layers counted over the whole model, whoever computes them."""
     return {
-        global_name(our_name(name), chunk.decoder.layers[0].layer_number - 1): parameter
+        global_name(our_name(name), first_layer(chunk)): parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     }
 
 
-def named_buffers(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
+def named_buffers(chunks: list[Chunk]) -> dict[str, torch.Tensor]:
     """The buffers of all chunks under global names."""
-    return {
-        global_name(name, chunk.decoder.layers[0].layer_number - 1): buffer
-        for chunk in chunks
-        for name, buffer in chunk.named_buffers()
-    }
+    return {global_name(name, first_layer(chunk)): buffer for chunk in chunks for name, buffer in chunk.named_buffers()}
 
 
 def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec], place: Place) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.aggregate import BatchTotals
 from megatron_rl.losses.metrics import MetricParts
+from megatron_rl.model.decoder import angles_of, embedding_weight
 from megatron_rl.model.log_probs import head_log_probs_alone
 from megatron_rl.model.mtp import embedded
 from megatron_rl.roles.pipeline import Loss
@@ -70,10 +71,7 @@ class MTPTraining:
             next_ids, is_first = next_ids[:, block.share.columns], is_first[:, block.share.columns]
         vectors = embedded(next_ids, embedding, self.groups.tp_group)
         vectors = vectors.masked_fill(is_first.transpose(0, 1).unsqueeze(-1), 0)
-        length = hidden.shape[1]
-        if segments is not None:
-            length = chunk.rotary_pos_emb.get_rotary_seq_len(None, None, None, chunk.config, segments)
-        angles = chunk.rotary_pos_emb(length, packed_seq=segments is not None)
+        angles = angles_of(chunk, hidden.shape[1], segments)
         out: Tensor = chunk.mtp_layer(hidden.transpose(0, 1), vectors, angles, segments)
         return out.transpose(0, 1)
 
@@ -83,7 +81,7 @@ class MTPTraining:
         groups, models = self.groups, self.trainable.models
         self.trainable.sync.finish()
         first: Any = models[0]
-        own = first.embedding.word_embeddings.weight.detach() if groups.is_first_stage else None
+        own = embedding_weight(first).detach() if groups.is_first_stage else None
         if groups.grid.pp_size == 1:
             return own
         stages = dist.get_process_group_ranks(groups.pp_group)

@@ -21,9 +21,9 @@ from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import Role, TrainedRole
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from torch import Tensor
 
+    from megatron_rl.model.decoder import Chunk
     from megatron_rl.model.families import ParamSpec
     from megatron_rl.roles.model_source import ModelSource
     from megatron_rl.roles.pipeline import Pipeline
@@ -38,7 +38,7 @@ class ReadModel:
     """The folder that the model comes from."""
     pipeline: Pipeline
     """Passes over the chunks of this rank."""
-    models: list[GPTModel]
+    models: list[Chunk]
     """The chunks, of which the last stage's last one has the head."""
     parameters: Mapping[str, Tensor]
     """Tensors of this model alone, by global Megatron names; {}: all are those of another role."""

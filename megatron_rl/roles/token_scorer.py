@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.columns import ACTOR_SCORES
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.cross_entropy import cross_entropy
+from megatron_rl.model.decoder import Chunk
 from megatron_rl.model.families import head_cap
 from megatron_rl.model.log_probs import VocabSoftmax
 from megatron_rl.model.vocab_head import VocabHead
@@ -30,7 +30,7 @@ class TokenScorer:
     def __init__(
         self,
         pipeline: Pipeline,
-        models: list[GPTModel],
+        models: list[Chunk],
         settings: Mapping[str, Any],
         temperature: float,
         num_tokens: int | None = None,

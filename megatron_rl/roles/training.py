@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -19,6 +18,7 @@ from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable, Zeros
 from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.losses.metrics import MetricParts, numbers_over_ranks
+from megatron_rl.model.decoder import Chunk
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.roles.adam import AdamState, optimizer_config, use_fused_kernels
@@ -91,7 +91,7 @@ class LossScaling:
                 scaler._growth_tracker = good_steps
 
 
-def in_flat_buffers(models: list[GPTModel], override: OverrideDDPConfig) -> list[DistributedDataParallel]:
+def in_flat_buffers(models: list[Chunk], override: OverrideDDPConfig) -> list[DistributedDataParallel]:
     """The chunks in Megatron's DDP, which moves their parameters into its `param_data` and zeroes its `grad_data`.
 
     As in Megatron's own training only the first chunk of a stage has several buckets. All ranks must call.
@@ -146,7 +146,7 @@ class TrainableModel:
 
     def __init__(
         self,
-        models: list[GPTModel],
+        models: list[Chunk],
         load_weights: Callable[[], None],
         optim: OptimConfig,
         num_run_steps: int,
@@ -187,7 +187,7 @@ class TrainableModel:
         self._loss, self._num_tokens = torch.zeros((), device=device), 0
 
     @property
-    def models(self) -> list[GPTModel]:
+    def models(self) -> list[Chunk]:
         """The chunks themselves, without DDP."""
         return [chunk.module for chunk in self.chunks]
 

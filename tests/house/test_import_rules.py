@@ -258,6 +258,30 @@ def test_every_import_is_allowed():
     assert not found, "\n".join(sorted(set(found)))
 
 
+SEAM = "model/decoder.py"
+OF_A_CHUNK = {"decoder", "pre_process", "post_process", "output_layer", "rotary_pos_emb", "position_embedding_type"}
+OF_A_CHUNK |= {"share_embeddings_and_output_weights", "shared_embedding_or_output_weight", "word_embeddings"}
+
+
+def chunk_parts(source: str) -> set[str]:
+    """Megatron's model classes and their attributes that a source names."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} & OF_A_CHUNK
+    return names | {one for one in ("GPTModel", "HybridModel") if one in source}
+
+
+def test_one_file_depends_on_megatrons_model_class():
+    """Others ask it for layers, embedding, norm and head. Would not catch names of parameters, also Megatron's."""
+    rooms = ("model", "roles", "hybrid_engine", "checkpoint", "experience", "losses", "rollout")
+    found = {
+        path.relative_to(REPOSITORY / PACKAGE).as_posix(): chunk_parts(path.read_text())
+        for path in SOURCES
+        if is_in(room_of(path), rooms)
+    }
+    assert found.pop(SEAM) >= {"GPTModel", "decoder", "pre_process"}
+    assert not {name: parts for name, parts in found.items() if parts}
+
+
 BY_NAME = {"agents/class_tools.py", "config/declarations.py", "cluster/supervisor.py"}
 BY_NAME |= {"observe/services.py", "observe/step_spans.py"}
 """Files that import modules by name: the plug-ins of a configuration, optional services, and what a rank preloads."""
