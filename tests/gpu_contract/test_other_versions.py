@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,23 @@ def test_what_is_replaced_and_called_is_compared(tmp_path: Path, more, body, lin
     assert changed_text("vllm.moe.called", other, [far, near, other]) == 0
     assert new_choices("vllm.moe.called", frozenset({"other"}), other, [near]) == choices
     assert new_choices("vllm.moe.called", frozenset({"kind", "other"}), other, [near]) == []
+
+
+@pytest.mark.instrument
+@pytest.mark.slow
+def test_the_installed_megatron_with_one_import_more(tmp_path: Path, capsys) -> None:
+    """The command on a wheel of the installed files: the planted import breaks it, and nothing else is found.
+
+    Would not catch a break of another kind; those are planted above.
+    """
+    found = distribution("megatron-core")
+    files = {str(one): one.read_text() for one in found.files or () if one.suffix == ".py" or one.name == "METADATA"}
+    files["megatron/core/optimizer/__init__.py"] += "\nimport undeclared\n"
+    path = wheel(tmp_path, f"megatron_core-{found.version}", files)
+    assert main([str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": 1 would break") and "No module named 'undeclared' (megatron/core/optimizer/" in lines[1]
+    assert len(lines) == 2
 
 
 def test_only_what_has_moved_is_looked_at(tmp_path: Path, monkeypatch, capsys) -> None:
