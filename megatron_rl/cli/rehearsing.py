@@ -17,10 +17,12 @@ from megatron_rl.cluster.stale_processes import leaving_none_running
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.checked_config import checked, planned_task
 from megatron_rl.rehearse.comparison import beyond, peak_table, peaks_of
 from megatron_rl.rehearse.fewer_layers import with_fewer_layers
+from megatron_rl.rehearse.known_places import Places, found_places, new_places, read_places, text_of
 from megatron_rl.rehearse.rehearsal import RehearsalError, faults_of, match_of, rehearse
 from megatron_rl.rehearse.rehearsal_request import RehearsalRequest, chosen_ranks
 
@@ -42,6 +44,10 @@ def rehearse_command(
     jobs: Annotated[int | None, typer.Option(help="Ranks at the same time. Default: CPUs of this machine.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for one JSON file a rank, and a log.")] = Path("outputs/rehearsal"),
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
+    known: Annotated[
+        Path | None, typer.Option(help="Accepted host waits and groups; another one ends with code 1.")
+    ] = None,
+    accept: Annotated[bool, typer.Option("--accept", help="Add what is found to the file of --known.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the code of some ranks as on GPUs, without a GPU, and compare memory with the plan. Also: dry-run.
@@ -53,6 +59,7 @@ def rehearse_command(
     check_number("--layers", layers, 1, MOST_LAYERS)
     check_number("--jobs", jobs, 1, MOST_JOBS)
     check_output_folder("--out", out)
+    accepted = _accepted(known, accept)
     given = (*(overrides or ()), ON_CUDA)
     run_config = _checked(config, given, stage)
     task, placement = run_config.trainer.stage, Placement.of(run_config)
@@ -71,6 +78,10 @@ def rehearse_command(
         peaks = peaks_of(run_config, reports)
     match = match_of(reports)
     wrong = beyond(peaks) + match.sentences() + faults_of(reports)
+    if known is not None and accept:
+        known.write_text(text_of(accepted, found_places(reports)))
+    elif known is not None:
+        wrong += new_places(found_places(reports), accepted, known)
     if as_json:
         phases = [asdict(peak) | {"is_beyond": peak.is_beyond} for peak in peaks]
         print_json(
@@ -92,6 +103,19 @@ def rehearse_command(
     refuse_to_lose_output()
     if wrong:
         raise RehearsalError("; ".join(wrong))
+
+
+def _accepted(known: Path | None, accept: bool) -> Places:
+    """Return the list of --known, before minutes are spent. Raises ConfigError where it cannot be read or written."""
+    if known is None:
+        if accept:
+            raise ConfigError(
+                "--accept adds to the file of --known, which is missing; try: --known places.txt --accept"
+            )
+        return {}
+    if accept and not known.parent.is_dir():
+        raise ConfigError(f"--known {known} must be in a folder that exists; try: mkdir -p {known.parent}")
+    return {} if accept and not known.exists() else read_places(known)
 
 
 def _checked(config: Path, overrides: tuple[str, ...], stage: str | None) -> RunConfig:

@@ -17,5 +17,6 @@ dispatch_mode.py      what happens to every operation; known_values.py, memory_t
 recorded_works.py     works of collectives, and who waits for them; nccl_rules.py: tensors that NCCL refuses
 stream_order.py       memory, streams, events and works: accesses that nothing orders; access_order.py: of one memory
 group_calls.py        a recorded collective, or send or receive; matcher.py: whether those of all ranks fit together
+known_places.py       host waits and groups next to an accepted list
 comparison.py         planned and rehearsed peaks
 """

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +25,8 @@ from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest,
 BUILD_LIMIT_S = 120.0
 """Seconds that g++ may take; on an idle machine it takes two."""
 LONGEST_SAID = 2000
+KIND = 25
+"""Characters at the end of a fault's sentence, by which its kind differs."""
 LARGEST_LIBRARY = 64 << 20
 """Bytes; it has some ten thousand."""
 
@@ -103,12 +106,19 @@ def match_of(reports: Sequence[dict[str, Any]]) -> Match:
 
 
 def faults_of(reports: Sequence[dict[str, Any]], most: int = 8) -> list[str]:
-    """Return a sentence for each fault that ranks found in their own work, with its ranks; the first `most`."""
+    """Return a sentence for each fault that ranks found in their own work, with its ranks; the first `most`, one of
+    each kind before others, so that a fault of many lines hides none.
+    """
     ranks: dict[str, list[int]] = {}
     for report in reports:
         for fault in report.get("faults", ()):
             ranks.setdefault(fault, []).append(report["number"])
-    found = [f"{ranks_text(numbers)}: {fault}" for fault, numbers in ranks.items()]
+    of_kind = Counter[str]()
+    place: dict[str, int] = {}
+    for fault in ranks:
+        place[fault] = of_kind[fault[-KIND:]]
+        of_kind[fault[-KIND:]] += 1
+    found = [f"{ranks_text(ranks[fault])}: {fault}" for fault in sorted(ranks, key=lambda one: place[one])]
     return found[:most] + [f"and {len(found) - most} more like these"] * (len(found) > most)
 
 

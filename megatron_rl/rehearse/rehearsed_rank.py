@@ -116,6 +116,9 @@ class RehearsedRank:
         def enter() -> None:
             with host.ledger.phase(RESHARD):
                 engine.enter()
+            if isinstance(engine, HybridEngine):  # as an engine would
+                weights: Any = engine.weights
+                self.mode.order.read(list(weights.tensors.values()))
 
         return {RESHARD: enter, LEAVE: engine.exit}
 

@@ -47,6 +47,14 @@ class StreamOrder:
             is_write = any(tensor is one for one in written)
             self._access(tensor, is_write, queue, tick, line)
 
+    def read(self, tensors: Sequence[Tensor]) -> None:
+        """Note that the current stream reads tensors of the device."""
+        queue = current_stream()
+        tick, line = queue.begin(), self._line()
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                self._access(tensor, False, queue, tick, line)
+
     def made(self, tensors: Sequence[Tensor]) -> None:
         """Note tensors that the last operation of the current stream has made."""
         queue = current_stream()

@@ -20,6 +20,8 @@ from megatron_rl.config.roles import Placement
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = "configs/llama3_70b_ppo.yaml"
+PLACES = "configs/known/llama3_70b_ppo.txt"
+"""Host waits and groups of ranks 0 and 63, accepted."""
 GPU_RECIPES = {
     "configs/llama3_70b_ppo.yaml": "ppo",
     "configs/qwen3_235b_a22b_gspo.yaml": "ppo",
@@ -66,7 +68,7 @@ def test_a_rank_of_the_70b_recipe(tmp_path):
 
     The last stage has the head and the losses. Would not catch what only other stages do.
     """
-    answer = rehearse(tmp_path, "--ranks", "63", "--layers", "1", "--jobs", "1", "--json")
+    answer = rehearse(tmp_path, "--ranks", "63", "--layers", "1", "--jobs", "1", "--json", "--known", PLACES)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     said = json.loads(answer.stdout)
     assert (said["fits"], said["ranks"], said["faults"]) == (True, [63], [])
