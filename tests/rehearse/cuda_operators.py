@@ -1,6 +1,6 @@
 """Operators of vLLM's GPU wheel as torch knows them: by schema, without a kernel.
 
-With a schema Dynamo traces through a call, and a dispatch mode sees what it writes; torch itself makes the fake form of
+With a schema Dynamo traces through a call, and a dispatch mode sees its writes; torch itself makes the fake form of
 one that returns nothing. The schemas are those of `csrc/libtorch_stable/torch_bindings.cpp`.
 """
 

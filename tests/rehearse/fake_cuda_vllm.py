@@ -1,6 +1,6 @@
-"""vLLM's GPU code in a process whose GPU is pretended: what its CPU wheel lacks is answered for without computing.
+"""vLLM's GPU code in a process whose GPU is pretended: parts that its CPU wheel lacks answer without computing.
 
-Compiled operators and Triton kernels write nothing: what they would write is unknown afterwards. Attention and experts
+Compiled operators and Triton kernels write nothing: their results are unknown afterwards. Attention and experts
 are custom operators in Python, with the fake forms that vLLM itself gives them.
 """
 
@@ -58,7 +58,7 @@ class EngineMode(fake_graphs.CapturingMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def launch(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Launch a compiled operator, which computes nothing: what it writes is unknown."""
+        """Launch a compiled operator, which computes nothing: its results are unknown."""
         self.called[func._schema.name] += 1
         for tensor in _written(func, args, options):
             self.values.put(tensor, None)
@@ -212,7 +212,7 @@ def _answer_for_the_accelerator() -> None:
 
 
 def own(answer: Any) -> Any:
-    """A function of its own with the same answer: Dynamo registers what it does with each."""
+    """A function of its own with the same answer: Dynamo has a handler for each."""
     return lambda *args, **options: answer(*args, **options)
 
 

@@ -53,7 +53,7 @@ def _traced_from(name: str, number: int) -> str:
 class CapturingMode(RehearsalMode):
     """A rehearsal's mode that knows when a graph is captured.
 
-    num_captured, num_replayed: graphs. made: what a captured graph allocated, with its line.
+    num_captured, num_replayed: graphs. made: allocations of captured graphs, with their lines.
     """
 
     def __init__(self, *args: Any) -> None:

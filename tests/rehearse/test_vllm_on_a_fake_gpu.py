@@ -35,6 +35,20 @@ CAPTURED = (
     "configs/recipes/qwen3.5_35b_a3b_grpo.yaml",
 )
 """With adapters, with sinks and experts, with the gated delta rule; further recipes are weekly."""
+WITH_ADAPTERS = CAPTURED[0]
+ROLLOUT, LORA = "actor_rollout_ref.rollout", "actor_rollout_ref.model.lora"
+CHANGES = (
+    f"{LORA}.alpha=128",
+    f"{LORA}.rank=64",
+    f"{LORA}.target_modules=[linear_qkv]",
+    f"{ROLLOUT}.max_num_batched_tokens=4096",
+    f"{ROLLOUT}.kv_cache_memory_bytes=12000000000",
+    f"{ROLLOUT}.disable_custom_all_reduce=false",
+    f"{ROLLOUT}.temperature=0.7",
+    "data.max_response_length=1024",
+    "trainer.n_gpus_per_node=2",
+)
+"""Keys that reach an engine, or its tensors. The first is in the sweeps, the others are weekly."""
 FEW = "actor_rollout_ref.rollout.max_num_seqs=8"
 """Captured at four sizes."""
 
@@ -53,7 +67,7 @@ def run(library, recipe, rank, folder, *options):
 
 
 def drawn_by(library, recipe, rank, folder, *options):
-    """What an engine has seen that was built and drew, with one wait a step."""
+    """Reports of an engine that was built and drew, with one wait a step."""
     answer = run(library, recipe, rank, folder, *options)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = json.loads((folder / "engine.json").read_text())
@@ -71,7 +85,7 @@ def test_an_engine_is_built_and_draws(library, tmp_path, recipe, rank):
     """Names, shapes and dtypes of our shards, and of adapters, are those of vLLM's model on CUDA; it profiles within
     the planned memory, allocates its cache and draws three tokens for each of two requests, with one wait a step.
 
-    Would not catch what a kernel computes, nor the memory inside of attention and experts.
+    Would not catch results of kernels, nor the memory inside of attention and experts.
     """
     found = drawn_by(library, recipe, rank, tmp_path, EAGER)
     assert 0 < found["held"] < found["profiled"] < found["planned"]
@@ -105,3 +119,32 @@ def test_an_engine_with_captured_graphs(library, tmp_path, recipe):
     """
     found = drawn_by(library, recipe, RANKS[recipe], tmp_path, FEW)
     assert found["graphs"]["captured"] > found["graphs"]["replayed"] > 0
+
+
+@pytest.fixture(scope="module")
+def traced(library, tmp_path_factory):
+    """Overrides -> key and code of an engine with adapters; each is traced once, and all of one
+    folder, whose path is a part of the key.
+    """
+    folder, found = tmp_path_factory.mktemp("traced"), {}
+
+    def trace(*overrides):
+        if overrides not in found:
+            answer = run(library, WITH_ADAPTERS, 0, folder, "--trace", FEW, *overrides)
+            assert answer.returncode == 0, answer.stdout + answer.stderr
+            found[overrides] = json.loads((folder / "engine.json").read_text())
+        return found[overrides]
+
+    return trace
+
+
+@pytest.mark.parametrize("change", often(CHANGES, (), set(CHANGES) - set(CHANGES[:1])))
+def test_other_code_has_another_key(traced, change):
+    """A Python constant of the traced graph changes with a key only if the folder does from which vLLM would load the
+    code. Adapters' alpha was such a constant, and a second run generated with the first one's.
+
+    Would not catch a constant inside of an operator, or a key that changes no constant alone.
+    """
+    one, other = traced(), traced(change)
+    assert one["code"] and other["code"]
+    assert one["code"] == other["code"] or one["key"] != other["key"]

@@ -10,12 +10,15 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from third_party_patches.torch import fake_cuda, fake_parameters, fake_worlds
 
 STEPS = 3
+TRACE = "--trace"
+"""Among the overrides: end when the model is traced."""
 NOT_DRAWN = 1
 """An end token; tokens whose values nobody knows are 0."""
 
@@ -30,7 +33,7 @@ class HeldCache:
         self.num_bytes = sum(sizes.values())
 
 
-def main(library: str, file: str, rank: int, folder: Path, overrides: list[str]) -> None:
+def main(library: str, file: str, rank: int, folder: Path, overrides: list[str], only: bool) -> None:
     fake_cuda.load(Path(library))
     import torch
     import torch._inductor.utils
@@ -65,13 +68,16 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     apply_patches("cuda")
     without_torchvision.apply()
     stand_in()
-    fake_compiler.trace_alone()
+    traced = fake_compiler.trace_alone(only)
     torch.distributed.init_process_group(rank=rank, world_size=pool.world_size)
     record_objects(mode)
-    with mode:
+    found: dict[str, Any] = {}
+    with mode, suppress(fake_compiler.Enough):
         found = of_engine(models, rank, mode)
     planned = engine_bytes(models.config, models.actor, models.element, models.rollout.tp_size)
-    (folder / "engine.json").write_text(json.dumps(found | {"planned": planned} | mode.report(), default=str))
+    (folder / "engine.json").write_text(
+        json.dumps(found | {"planned": planned} | traced.as_json() | mode.report(), default=str)
+    )
 
 
 def fewest_layers(model: Any) -> int:
@@ -213,7 +219,8 @@ if __name__ == "__main__":
     _, library, config, rank, folder, *overrides = sys.argv
     status = 1
     try:
-        main(library, config, int(rank), Path(folder), overrides)
+        only = TRACE in overrides
+        main(library, config, int(rank), Path(folder), [each for each in overrides if each != TRACE], only)
         status = 0
     except BaseException:
         traceback.print_exc()
