@@ -20,6 +20,7 @@ from marked_tables import with_tables
 from megatron_rl.cli import app
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.key_table import DocumentedKey, key_table
+from megatron_rl.config.presets import PRESETS, PresetRow
 from megatron_rl.config.verl_compat.key_rows import KeyRow, table
 from megatron_rl.errors import shown
 from megatron_rl.observe.metric_names import GROUPS
@@ -30,6 +31,7 @@ from megatron_rl.planning.feature_table import conditions, partners, proof
 
 README = Path(__file__).parents[1] / "README.md"
 FOLDER = README.parent / "docs/reference"
+AUDIT = README.parent / "docs/internals/gpu_audit.md"
 SUPPORTED = "supported models"
 PUBLISHED = {
     "DeepseekV2": "DeepSeek-V2",
@@ -258,6 +260,28 @@ def stale_pages(folder: Path = FOLDER) -> list[str]:
     ]
 
 
+def condition(row: PresetRow) -> str:
+    """Return where a preset sets a row."""
+    parts = ["on GPUs"] * bool(row.off_cpu) + [f"{row.package} is installed"] * bool(row.package)
+    values = ((key, " or ".join(map(shown, allowed))) for key, allowed in row.only_at.items())
+    return ", ".join([*parts, *(f"{code(key.rpartition('.')[2])} is {text}" for key, text in values)]) or "always"
+
+
+def preset_table() -> str:
+    """Return the keys of every preset."""
+    rows = (
+        (code(name), code(row.key), code(shown(row.value)), condition(row), row.why)
+        for name, rows in PRESETS.items()
+        for row in rows
+    )
+    return table_of(("preset", "key", "value", "where", "why"), rows)
+
+
+def audit(text: str) -> str:
+    """Return the text of the GPU audit with its table of presets."""
+    return with_tables(text, {"presets": preset_table()}, Path(__file__).name)
+
+
 def readme(text: str) -> str:
     """Return README's text with its table of supported models."""
     return with_tables(text, {SUPPORTED: supported_table()}, Path(__file__).name)
@@ -265,14 +289,16 @@ def readme(text: str) -> str:
 
 def main() -> None:
     """Write the pages, or with --check exit with the names of those that are not current."""
+    texts = {file: (file.read_text(), put) for file, put in ((README, readme), (AUDIT, audit))}
     if "--check" in sys.argv[1:]:
-        if stale := stale_pages() + ["README.md"] * (readme(README.read_text()) != README.read_text()):
+        if stale := stale_pages() + [file.name for file, (text, put) in texts.items() if put(text) != text]:
             sys.exit(f"not current: {', '.join(stale)}; run python scripts/reference_pages.py")
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, make in PAGES.items():
         (FOLDER / name).write_text(make())
-    README.write_text(readme(README.read_text()))
+    for file, (text, put) in texts.items():
+        file.write_text(put(text))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.terminal import Announcer, Terminal
 from megatron_rl.planning.checked_config import checked, commanded
+from megatron_rl.planning.preset_section import left_out_lines
 from megatron_rl.roles.environment import worker_environment
 
 LOCAL = (
@@ -129,7 +130,8 @@ def startable(
     run = checked(path, overrides, change=change, task=task)
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
-    for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.idle, *run.unread):
+    notes = [f"{note.kind.value}: {note}" for note in run.notes]
+    for line in (*notes, *left_out_lines(run.config), *run.idle, *run.unread):
         say(line, Terminal(stderr=True))
     return run.config
 

@@ -34,6 +34,7 @@ from megatron_rl.config.keys import (
     type_of,
 )
 from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
+from megatron_rl.config.presets import preset_defaults
 from megatron_rl.config.problems import like_name, raise_problems, refused, violations_of
 from megatron_rl.config.rollout_keys import FP8
 from megatron_rl.config.schema import MISSING, RunConfig
@@ -175,12 +176,14 @@ def _schema() -> bytes:
 
 
 def _fill_in(config: Any, given: set[str]) -> None:
-    """Set defaults that depend on other keys: verl's on GPUs, who computes in FP8 there, and bounds by the dtype."""
+    """Set defaults that depend on other keys: verl's on GPUs, who computes in FP8 there, a preset's, and bounds by the
+    dtype.
+    """
     defaults: dict[str, Any] = {}
     if _raw(config, "trainer.device") == "cuda":
         in_eight_bits = [options for options in OPTIONS if _raw(config, f"{options}.fp8") in FP8_FORMATS]
         defaults = CUDA_DEFAULTS | {f"{options}.transformer_impl": TE_LINEAR for options in in_eight_bits}
-    for key, value in defaults.items():
+    for key, value in (defaults | preset_defaults(lambda key: _resolved(config, key), given)).items():
         if key not in given:
             OmegaConf.update(config, key, value)
     for key, bounds in DIFF_BOUNDS.items():
@@ -375,6 +378,14 @@ def _raw(config: Any, key: str) -> Any:
     """A key's value with interpolations and the mark of a missing value left as they are."""
     group, _, name = key.rpartition(".")
     return OmegaConf.to_container(OmegaConf.select(config, group), resolve=False)[name]
+
+
+def _resolved(config: Any, key: str) -> Any:
+    """A key's value with interpolations resolved; None where they cannot be."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return None
 
 
 def _type_name(kind: Any) -> str:

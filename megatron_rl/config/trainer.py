@@ -18,6 +18,9 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 RAY, LOCAL = "ray", "local"
 """Values of `trainer.launcher`."""
 
+FAST, REPRODUCIBLE = "fast", "reproducible"
+"""Values of `trainer.preset`."""
+
 MOST_RANKS = 100_000
 """Most machines, ranks per machine, and ranks of a pool. More are a typing error, and plans iterate over ranks."""
 
@@ -50,6 +53,9 @@ class TrainerConfig:
     """Name of this run: part of its folder, and its name in wandb and other trackers."""
     device: Annotated[str, OneOf(("cpu", "cuda"))] = "cuda"
     """cpu | cuda. On cpu one process takes the place of one GPU."""
+    preset: Annotated[str | None, OneOf((FAST, REPRODUCIBLE)), OURS] = None
+    """Defaults of several keys at once, where these are not set: fast: what other engines have on by default |
+    reproducible: what computes the same every time | null: none. `megatron-rl plan` lists them with their reasons."""
     allow_unproven: Annotated[bool, OURS] = False
     """Allow features that are refused because no run on such a device has shown them; `megatron-rl features` names
     them."""

@@ -44,15 +44,19 @@ from megatron_rl.planning.plan_sections import (
     transfer_section,
     turn_notes,
 )
+from megatron_rl.planning.preset_section import preset_section
 from megatron_rl.planning.repair_copies import repair_notes
 from megatron_rl.planning.replay_rules import replay_notes
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_time import StepTime, generation, step_load, step_time, task_load, task_time
 from megatron_rl.planning.transition import TransitionPlan
 
-SCREEN = ("memory", "time", "pools", "batch", "followers", "cache", "transfer")
+SCREEN = ("memory", "time", "pools", "batch", "followers", "cache", "transfer", "preset")
 """Sections in the order in which they are asked about."""
-JSON_KEYS = ("stage", "batch", "pools", "groups", "memory", "transition", "time", "lacking_files", "ahead", "followers")
+JSON_KEYS = (
+    *("stage", "batch", "pools", "groups", "memory", "transition", "time", "lacking_files", "ahead", "followers"),
+    "preset",
+)
 LARGEST = 3
 """Phases of a step that the screen names."""
 MINUTE, HOUR = 60.0, 3600.0
@@ -223,6 +227,7 @@ class RunPlan(Plan):
         return {
             "files": Section(json={"lacking_files": self.lacking}, notes=files),
             "batch": batch_section(config, repeat_notes(config.data, self.train_rows) + group_notes(config)),
+            "preset": preset_section(config),
             "model": Section(notes=self._model_notes()),
             "pools": pool_section(models),
             "kept": Section(notes=kept + replay_notes(config, models.actor.shape)),
@@ -256,6 +261,7 @@ class TaskPlan(Plan):
         """Name -> section."""
         return {
             "batch": batch_section(self.config),
+            "preset": preset_section(self.config),
             "model": Section(notes=self._model_notes()),
             "pools": pool_section(self.models),
             "memory": memory_section(self.memory, self.fitting),

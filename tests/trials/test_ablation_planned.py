@@ -148,3 +148,11 @@ def test_the_ablation_of_implementations_can_run(files, tmp_path, device, valid)
     given = [f"{key}={value}" for key, value in (files | {"trainer.device": device}).items()]
     planned = plan_points(read_ablation(Path("configs/ablations/implementations.yaml"), given), tmp_path / "out")
     assert len(planned) == 11 and sum(not point.violations for point in planned) == valid
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_ablation_of_presets_can_run(files, tmp_path, device):
+    """Presets are an axis. Would not catch one that fails while it trains: tests/e2e/test_preset_runs.py."""
+    given = [f"{key}={value}" for key, value in (files | {"trainer.device": device}).items()]
+    planned = plan_points(read_ablation(Path("configs/ablations/presets.yaml"), given), tmp_path / "out")
+    assert len(planned) == 3 and not any(point.violations for point in planned)
