@@ -49,7 +49,7 @@ def _report(request: RehearsalRequest, rank: RankOfPool, parent: Channel) -> Non
 
 
 def failure_of(error: BaseException) -> str:
-    """Return an error's traceback; the message alone of what a user can mend."""
+    """Return an error's traceback; the message alone of errors that a user can mend."""
     if isinstance(error, ConfigError):
         return f"ConfigError: {error}"
     return "".join(traceback.format_exception(error))

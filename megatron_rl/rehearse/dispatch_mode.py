@@ -67,8 +67,8 @@ class RehearsalMode(TorchDispatchMode):
 
     waits, operations: phase -> what, and the line or the operator -> how often. num_blocks: phase -> micro-batches.
     invented: values that the program read and nobody knows, by the line that read them. joint: a group over ranks of
-    several pools, and their numbers over all pools; None until there is one. faults: what a GPU or NCCL would refuse or
-    do wrong, and how often.
+    several pools, and their numbers over all pools; None until there is one. faults: calls and accesses that
+    a GPU would refuse or do wrong, and how often.
     """
 
     def __init__(self, device: torch.device, memory: MemoryTracker, first_number: int = 0) -> None:
@@ -392,7 +392,7 @@ class RehearsalMode(TorchDispatchMode):
             self.faults[f"{call} in {self.phase}: {rule}"] += 1
 
     def _order_call(self, call: GroupCall, args: tuple[Any, ...], tensors: list[Tensor], numbers: list[int]) -> None:
-        """Note what a collective reads and writes of the device's memory: it fills its first argument."""
+        """Note reads and writes of a collective on the device: it fills its first argument."""
         filled = [] if call.name in (SEND, "barrier") else tree_flatten(args[0])[0]
         if call.name == "broadcast" and call.group[numbers[0]] == self.first_number + torch.distributed.get_rank():
             filled = []

@@ -1,4 +1,4 @@
-"""Works of collectives and messages: what a group's method was asked for, and whether somebody waits for its work."""
+"""Works of collectives and messages: reductions of a group's methods, and whether their works are waited for."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class StreamOrder:
     def on_host(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written_of: Callable[..., list[Tensor]]
     ) -> None:
-        """Note what the program itself does with tensors on the CPU. written_of: returns what an operation writes."""
+        """Note what the program itself does with tensors on the CPU. written_of: returns the written ones."""
         if not self._pinned or func.is_view:
             return
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]

@@ -96,7 +96,7 @@ class PretendedEvent:
         self.clock: Clock = {}
 
     def record(self, stream: Any = None) -> None:
-        """Take what the stream, or the current one, has until now."""
+        """Take the clock of the stream, or of the current one."""
         self.clock = dict((stream or current_stream()).clock)
 
     def wait(self, stream: Any = None) -> None:
