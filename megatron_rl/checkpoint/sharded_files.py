@@ -27,6 +27,10 @@ OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_c
 """Megatron's own writer, where it has another by default, which needs a package that the index does not have."""
 
 
+COMMON = "common.pt"
+"""Holds what is no tensor: nothing, here. megatron-core 0.16 reads no folder without it, and 0.19 does not write it."""
+
+
 class CheckpointWriter:
     """Saves of one rank that are in progress; all ranks must call every method together."""
 
@@ -44,6 +48,9 @@ class CheckpointWriter:
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()
+        common = folder / COMMON
+        if dist.get_rank() == 0 and not common.exists():
+            torch.save({}, common)
         # Phase 2
         write = partial(request.async_fn, *arguments, **request.async_fn_kwargs) if request.async_fn else None
         thread = threading.Thread(target=write)

@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TextIO
 
 
@@ -30,6 +31,7 @@ WARNINGS = (
         UserWarning,
         "Megatron takes torch's kernels instead, and the plan refuses by name what needs the others",
     ),
+    Silenced("MimoModelConfig is experimental", UserWarning, "Megatron imports a model that no run here builds"),
     Silenced("full scope is deprecated", UserWarning, "Megatron's own default of a key that no run here sets"),
     Silenced(
         r"`torch\.distributed\.\w+` is deprecated",
@@ -47,6 +49,22 @@ WARNINGS = (
         "`export` and `average` read a checkpoint in one process on purpose",
     ),
 )
+NOTICES = {
+    "megatron.core.models.gpt.gpt_model": ("GPTModel IS DEPRECATED", "Megatron still mends it; no setting changes it"),
+    "megatron.core.distributed.distributed_data_parallel": (
+        "DistributedDataParallel: full_param_layout not provided",
+        "Megatron makes the layout itself",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": (
+        "MCore's async save is deprecated",
+        "the other writer needs a package that the index does not have",
+    ),
+    "megatron.core.dist_checkpointing.strategies.common": (
+        "load_common is deprecated",
+        "checkpoints of Megatron 0.16 are read on purpose",
+    ),
+}
+"""Logger of a library -> (beginning of a notice, why it is not shown)."""
 LOGGERS = {
     "torch.fx._symbolic_trace": "a notice about torch's own interface, for its developers",
     "torch._library.triton": "says that a kernel has no GPU here, where none is used",
@@ -55,11 +73,17 @@ LOGGERS = {
 
 
 def silence_libraries() -> None:
-    """Show none of `WARNINGS`, and only errors of `LOGGERS`; call it before libraries are imported."""
+    """Show none of `WARNINGS` and `NOTICES`, and only errors of `LOGGERS`; call it before libraries are imported."""
     for silenced in WARNINGS:
         warnings.filterwarnings("ignore", message=silenced.message, category=silenced.category)
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    for name, (beginning, _) in NOTICES.items():
+        logging.getLogger(name).addFilter(partial(_begins_otherwise, beginning))
+
+
+def _begins_otherwise(beginning: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(beginning)
 
 
 STANDARD = (0, 1, 2)
