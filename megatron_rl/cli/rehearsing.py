@@ -84,22 +84,13 @@ def rehearse_command(
         wrong += new_places(found_places(reports), accepted, known)
     if as_json:
         phases = [asdict(peak) | {"is_beyond": peak.is_beyond} for peak in peaks]
-        print_json(
-            {
-                "fits": not wrong,
-                "faults": wrong,
-                "ranks": [one.number for one in chosen],
-                "calls": match.num_calls,
-                "peaks": phases,
-            }
-        )
+        found = {"fits": not wrong, "faults": wrong, "ranks": [one.number for one in chosen], "calls": match.num_calls}
+        print_json(found | {"peaks": phases})
     else:
         Terminal().print(peak_table(peaks))
         say(f"waits, memory by line and collectives of each rank: {out}/rank*.json")
         if match.fits:
-            is_all = len(reports) == placement.world_size
-            others = "" if is_all else f", as far as they meet: {placement.world_size} in all"
-            say(f"{match.num_calls} collectives, sends and receives of {len(reports)} ranks fit together{others}")
+            say(_matched(match.num_calls, len(reports), placement.world_size))
     refuse_to_lose_output()
     if wrong:
         raise RehearsalError("; ".join(wrong))
@@ -116,6 +107,11 @@ def _accepted(known: Path | None, accept: bool) -> Places:
     if accept and not known.parent.is_dir():
         raise ConfigError(f"--known {known} must be in a folder that exists; try: mkdir -p {known.parent}")
     return {} if accept and not known.exists() else read_places(known)
+
+
+def _matched(num_calls: int, num_ranks: int, world_size: int) -> str:
+    others = "" if num_ranks == world_size else f", as far as they meet: {world_size} in all"
+    return f"{num_calls} collectives, sends and receives of {num_ranks} ranks fit together{others}"
 
 
 def _checked(config: Path, overrides: tuple[str, ...], stage: str | None) -> RunConfig:
