@@ -2,9 +2,9 @@
 
     python scripts/gpu_check.py [--device cpu] [--small] [--only logits,rounds] [--out gpu_check.json]
 
-Needs torch, transformers and megatron-core; the steps with vLLM also vLLM, omegaconf and psutil, and say so
-where they are missing. Says which step begins, prints a table and writes JSON: passed, failed with the exact exception,
-or not run and why.
+Needs torch, transformers, megatron-core, omegaconf, annotated-types and what these need; the steps with vLLM also vLLM
+and psutil, and say so where they are missing. Says which step begins, prints a table and writes JSON: passed, failed
+with the exact exception, or not run and why.
 Code 0: nothing failed. One GPU cannot tell anything about two ranks.
 """
 
@@ -33,14 +33,16 @@ def steps() -> dict[str, Path]:
     return {file.stem.partition("_")[2]: file for file in sorted(STEPS.glob("s[0-9][0-9]_*.py"))}
 
 
-def run_step(file: Path, device: str, small: bool, limit_s: float) -> dict[str, Any]:
+def run_step(words: Sequence[str], device: str, small: bool, limit_s: float) -> dict[str, Any]:
     """Run a step, and return its outcome, message, figures and seconds. Its temporary files are removed."""
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as scratch:
-        return _run_step(file, device, small, limit_s, {**os.environ, "TMPDIR": scratch})
+        return _run_step(words, device, small, limit_s, {**os.environ, "TMPDIR": scratch})
 
 
-def _run_step(file: Path, device: str, small: bool, limit_s: float, variables: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", str(file), "--device", device, *(["--small"] if small else [])]
+def _run_step(
+    words: Sequence[str], device: str, small: bool, limit_s: float, variables: dict[str, str]
+) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", *words, "--device", device, *(["--small"] if small else [])]
     start = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=variables
@@ -82,13 +84,16 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def run_all(
-    files: Mapping[str, Path], device: str, small: bool, limit_s: float, out: Path
+    files: Mapping[str, Path], device: str, small: bool, limit_s: float, out: Path, before: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Run steps, name -> file, one after the other; say what they do, write all outcomes to `out`, and return them."""
+    """Run steps, name -> file, one after the other; say what they do, write all outcomes to `out`, and return them.
+
+    before: a script that is given the file.
+    """
     results: dict[str, dict[str, Any]] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
         print(f"step {number} of {len(files)}: {name}, at most {limit_s:g} s", flush=True)
-        results[name] = run_step(file, device, small, limit_s)
+        results[name] = run_step([*before, str(file)], device, small, limit_s)
         print(f"  {results[name]['outcome']} after {results[name]['seconds']} s", flush=True)
         content = {"device": device, "small": small, "versions": versions(), "steps": results}
         out.write_text(json.dumps(content, indent=1))  # also where a later step takes the machine down

@@ -16,6 +16,8 @@ SHALLOW, DEEP = 2, 6
 MICRO_BATCH = 16
 """Rows of a pass."""
 LONGEST_PROMPT, LONGEST_RESPONSE = 48, 32
+LONGEST_ROW = 256
+"""Positions of the models."""
 NUM_PROMPTS, SAMPLES = 16, 4
 """Prompts of a step of the short run, and samples of each."""
 RUN_PROMPT, RUN_RESPONSE = 8, 8
@@ -26,8 +28,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def save_model(folder: Path, num_layers: int, device: str) -> None:
-    """Save a Qwen2 with random weights and a tokenizer of single characters. Imports torch and transformers."""
+def save_model(folder: Path, num_layers: int, device: str, longest: int = LONGEST_ROW, is_empty: bool = False) -> None:
+    """Save a Qwen2 with random weights and a tokenizer of single characters. Imports torch and transformers.
+
+    longest: most tokens of a row. is_empty: without the weights, which a plan does not read.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -41,14 +46,18 @@ def save_model(folder: Path, num_layers: int, device: str) -> None:
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        max_position_embeddings=256,
+        max_position_embeddings=longest,
         tie_word_embeddings=True,
         eos_token_id=1,
         pad_token_id=0,
         bos_token_id=2,
     )
-    model = Qwen2ForCausalLM(config)
-    model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
+    config.dtype = getattr(torch, dtype_of(device))
+    if is_empty:
+        config.architectures = [Qwen2ForCausalLM.__name__]
+        config.save_pretrained(folder)
+    else:
+        Qwen2ForCausalLM(config).to(config.dtype).save_pretrained(folder)
     characters = [chr(code) for code in range(48, 48 + VOCABULARY - 4)]
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *characters])}
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))

@@ -45,5 +45,10 @@ def share_of_peak(model: Path, tokens_per_s: float) -> float:
     return 6 * num_bytes / 2 * tokens_per_s / load_hardware("h100").bfloat16_flops
 
 
+def rehearse(figures: dict[str, Any]) -> None:
+    """Run one rank with the GPU's sizes on a CPU."""
+    figures["rehearsed, GB"] = ShortRun.of("cuda", False).rehearse()
+
+
 if __name__ == "__main__":
     step_outcome.main(run)

@@ -45,5 +45,10 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
             assert both["measured"] <= most, f"{name}: {both}, which is more than {most:.3f}"
 
 
+def rehearse(figures: dict[str, Any]) -> None:
+    """Run one rank with the GPU's sizes on a CPU; `sft` does it with all layers."""
+    figures["rehearsed, GB"] = replace(ShortRun.of("cuda", False), layers=2).rehearse(["trainer.save_freq=4"])
+
+
 if __name__ == "__main__":
     step_outcome.main(run)

@@ -40,5 +40,11 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
         assert abs(last[name] - last["plain"]) < CLOSE * last["plain"], f"{name}: {last}"
 
 
+def rehearse(figures: dict[str, Any]) -> None:
+    """Run one rank with the GPU's sizes, but for layers, on a CPU."""
+    for name, overrides in VARIANTS.items():
+        figures[name] = replace(ShortRun.of("cuda", False), layers=2).rehearse(overrides)
+
+
 if __name__ == "__main__":
     step_outcome.main(run)

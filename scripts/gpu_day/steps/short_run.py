@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow.parquet
 REPOSITORY = Path(__file__).parents[3]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "gpu_check_steps")]
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NODE_ADDRESS", "MASTER_ADDR")
+PROGRAM = (sys.executable, "-W", "ignore", "-m", "megatron_rl")
 LIMIT_S = 240
 
 
@@ -43,11 +45,11 @@ class ShortRun:
         """Tokens of a row; one character is one token."""
         return 8 + 8 * self.repeats + 2
 
-    def write(self, folder: Path) -> Path:
-        """Write model, rows and configuration to the folder; return the configuration's file."""
+    def write(self, folder: Path, is_empty: bool = False) -> Path:
+        """Write model, rows and configuration to the folder; return the configuration's file. is_empty: no weights."""
         from megatron_rl.profile.probe import save_model, write_config
 
-        save_model(folder / "model", self.layers, self.device)
+        save_model(folder / "model", self.layers, self.device, self.max_length, is_empty)
         questions = [f"{number * 7919 % 10**8:08d}" for number in range(self.batch * 8)]
         rows = [{"prompt": question, "response": question[::-1] * self.repeats} for question in questions]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
@@ -76,20 +78,42 @@ class ShortRun:
             },
         }
 
+    def rehearse(self, overrides: Sequence[str] = ()) -> dict[str, float]:
+        """See `rehearsed`: all layers, and the sizes of a GPU."""
+        with tempfile.TemporaryDirectory() as scratch:
+            return rehearsed(self.write(Path(scratch), is_empty=True), "sft", overrides)
+
     def train(self, config: Path, out: Path, overrides: Sequence[str] = ()) -> list[dict[str, float]]:
         """Run `megatron-rl sft --local` in a process of its own; return the metrics of its steps.
 
         Raises RuntimeError with the end of what it has printed.
         """
-        command = [sys.executable, "-W", "ignore", "-m", "megatron_rl", "sft", "--local", "--config", str(config)]
-        command += [f"trainer.default_local_dir={out}", *overrides]
-        variables = {name: value for name, value in os.environ.items() if name not in PLACE}
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"code {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+        command = [*PROGRAM, "sft", "--local", "--config", str(config), f"trainer.default_local_dir={out}"]
+        run_program([*command, *overrides])
         return metrics(out)
+
+
+def rehearsed(config: Path, stage: str, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Run one rank as on a GPU, without one; return GB of each phase.
+
+    Raises RuntimeError where the configuration breaks a rule, the rank fails, or memory is not as planned.
+    """
+    out = config.parent / "rehearsed"
+    command = [*PROGRAM, "rehearse", "--stage", stage, "--config", str(config), "--out", str(out), *overrides]
+    run_program(command, 2 * LIMIT_S)
+    (rank,) = out.glob("rank*.json")
+    phases = json.loads(rank.read_text())["phases"]
+    return {phase: round(memory["peak"] / 1e9, 2) for phase, memory in phases.items()}
+
+
+def run_program(command: Sequence[str], limit_s: float = LIMIT_S) -> None:
+    """Run a command of megatron_rl. Raises RuntimeError with the end of what it has printed."""
+    variables = {name: value for name, value in os.environ.items() if name not in PLACE}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"code {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
 
 
 def metrics(out: Path) -> list[dict[str, float]]:
