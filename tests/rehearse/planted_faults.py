@@ -155,11 +155,11 @@ def host_reads_a_copy_too_early(rank, torch, dist):
     ones(torch, 8).to("cpu", non_blocking=True).sum()
 
 
-@planted("takes 32 bytes of a storage that has 0, released at", "allocate them before")
+@planted("takes 32 bytes of a storage that has", "released at autograd: allocate them before")
 def weights_released_before_use(rank, torch, dist):
     weights = ones(torch, 8)
     weights.untyped_storage().resize_(0)
-    weights.sum()
+    weights.view(2, 4).sum()
 
 
 @planted("recv", "takes 32 bytes of a storage that has 0, released at")
