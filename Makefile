@@ -26,6 +26,9 @@ STACK := $(VENV)/stacks/megatron_core-$(OTHER_MEGATRON)
 # test-instruments fetches it.
 TRITON := $(VENV)/contract/triton
 TRITON_VERSION := 3.7.1
+# flash-linear-attention's kernels, of which ours is one choice: tests/gpu_contract/test_fla_contract.py
+FLA := $(VENV)/contract/fla
+FLA_VERSION := 0.6.0
 # The folder belongs to the key because a virtual environment cannot be moved.
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
@@ -85,13 +88,17 @@ test: lint assets
 # Tests of what measures and rehearses runs, long ones too. Only the folders that have some are collected.
 INSTRUMENTS := $(BIN)/python -m pytest tests/gpu_contract tests/planning tests/profile tests/rehearse
 INSTRUMENTS += -m "instrument and not quiet and not weekly"
-test-instruments: install assets $(TRITON)/.$(TRITON_VERSION)
+test-instruments: install assets $(TRITON)/.$(TRITON_VERSION) $(FLA)/.$(FLA_VERSION)
 	$(INSTRUMENTS) -n 3 --dist worksteal $(ARGS) || $(INSTRUMENTS) --last-failed --last-failed-no-failures none $(ARGS)
 
 $(TRITON)/.$(TRITON_VERSION): | install
 	@mkdir -p $(TRITON)
 	@$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON) triton==$(TRITON_VERSION)
+	@touch $@
+
+$(FLA)/.$(FLA_VERSION): | install
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(FLA) fla-core==$(FLA_VERSION)
 	@touch $@
 
 $(STACK)/.complete: | install

@@ -29,6 +29,9 @@ evenly."""
 LOCAL, TE_LINEAR, TRANSFORMER_ENGINE = IMPLEMENTATIONS = ("local", "te_linear", "transformer_engine")
 """Implementations of the linear layers."""
 
+PLAIN_KERNELS, FUSED_KERNELS = ATTENTION_KERNELS = ("plain", "fused")
+"""Kernels of attention that flash attention does not have."""
+
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = {"blockwise": 128, "tensorwise": 16}
 """FP8 recipe -> number of which the tokens of a pass must be a multiple, on every rank."""
@@ -203,6 +206,10 @@ class MegatronConfig(LayoutConfig):
     fp8_emulate: Annotated[bool, OURS] = False
     """Emulate FP8 on CPUs, which have no FP8 products: round the inputs as override_transformer_config.fp8 says and
     multiply in dtype. Experts are rounded, too; on GPUs they keep their dtype. Slow; to see what FP8 does to a run."""
+    attention_kernels: Annotated[str, OneOf(ATTENTION_KERNELS), OURS] = PLAIN_KERNELS
+    """Kernels of attention with sinks or soft caps and of the gated delta rule; no effect on other attention. plain:
+    matrix products in float32, on any device | fused: torch's FlexAttention, and flash-linear-attention's gated delta
+    rule, which must be installed (pip install flash-linear-attention). fused needs trainer.device=cuda."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
     override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
 
@@ -222,6 +229,7 @@ FORWARD_OPTIONS = (*FOLLOWED_OPTIONS, "fp8", "fp8_recipe")
 def follow_actor() -> MegatronConfig:
     """Return a layout that follows the actor's until a key is set."""
     layout = MegatronConfig(**{name: follows(f"{ACTOR_LAYOUT}.{name}") for name in LAYOUT_KEYS})
+    layout.attention_kernels = follows(f"{ACTOR_LAYOUT}.attention_kernels")
     _follow_options(layout, FOLLOWED_OPTIONS)
     return layout
 

@@ -36,6 +36,9 @@ from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
 from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.model.segments import Segments, by_bucket, to_slots, to_tokens, turns_of
 
+RowsAttention = Callable[[Tensor, Tensor, Tensor, AttentionKind, Tensor | None], Tensor]
+"""See `attend`."""
+
 
 class StackedQKVSelfAttention(SelfAttention):
     """Self-attention whose fused projection is stacked [q; k; v] per TP rank.
@@ -242,6 +245,7 @@ class CausalAttention(MegatronModule):
             self.kind = AttentionKind(shape.soft_cap, shape.window(layer_number - 1))
             # Kernels scale by the head size; the query is scaled by the rest.
             self.growth = shape.scale * config.kv_channels**0.5
+        self.rows: RowsAttention = attend
         self.sinks: torch.nn.Parameter | None = None
         if shape is not None and shape.sinks:
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -270,13 +274,13 @@ class CausalAttention(MegatronModule):
         query = query if self.growth == 1.0 else query * self.growth
         if packed_seq_params is None:
             q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
-            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.kind, self.sinks).transpose(0, 1)
+            out_SBND = self.rows(q_BSND, k_BSKD, v_BSKD, self.kind, self.sinks).transpose(0, 1)
         else:
             heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
             if has_varlen_attention(query) and not self.needs_slots:
                 out = varlen(*heads, packed_seq_params, self.kind.window)
             else:
-                out = bucketed(*heads, packed_seq_params, self.kind, self.sinks)
+                out = bucketed(*heads, packed_seq_params, self.kind, self.sinks, self.rows)
             out_SBND = out[:, None]
         return out_SBND.flatten(2)
 
@@ -310,10 +314,11 @@ def bucketed(
     segments: Segments,
     kind: AttentionKind = PLAIN,
     sinks: Tensor | None = None,
+    rows_attention: RowsAttention = attend,
 ) -> Tensor:
     """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D].
 
-    Pieces of prefixes that are in no slots are blocks of their own.
+    Pieces of prefixes that are in no slots are blocks of their own. rows_attention: of a bucket.
     """
     if segments.pieces:
         blocks = [KeyBlock(Slots(segments))]
@@ -322,7 +327,7 @@ def bucketed(
             blocks.append(KeyBlock(Facing(num_queries, num_keys, causal=False), queries, keys))
         return joined(query, key, value, lambda source: blocks)
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
-    return to_tokens([attend(q, k, v, kind, sinks) for q, k, v in rows], segments)
+    return to_tokens([rows_attention(q, k, v, kind, sinks) for q, k, v in rows], segments)
 
 
 class Slots:

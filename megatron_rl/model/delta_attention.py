@@ -7,7 +7,7 @@ A TP rank has some heads of keys and the heads of values that belong to them, so
 are computed one by one from a state of zeros: packed segments go through slots (`segments.py`), which begin with a
 prefix, so state crosses no segment, and a prompt of several responses may be stored once. Context-parallel ranks, each
 of which has some of the tokens, exchange them for whole sequences of some of the heads, and back. On CUDA it is the
-same code: the kernels that come with vLLM have no backward.
+same code, or flash-linear-attention's (`fused_kernels.py`): the kernels that come with vLLM have no backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rl.config.megatron import LOCAL
 from megatron_rl.model.context_segments import ContextSegments
-from megatron_rl.model.delta_rule import DeltaCore, HeadSizes
+from megatron_rl.model.delta_rule import DeltaCore, DeltaRule, HeadSizes, chunked_delta_rule
 from megatron_rl.model.key_exchange import to_heads, to_own_tokens
 from megatron_rl.model.parts import GatedDelta
 from megatron_rl.model.segments import Segments, to_slots, to_tokens
@@ -115,6 +115,7 @@ class GatedDeltaAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.tp_group, self.interleaved = pg_collection.tp, delta.interleaved
+        self.rule: DeltaRule = chunked_delta_rule
         ranks, dtype = self.tp_group.size(), config.params_dtype
         self.sizes = HeadSizes(delta.num_keys // ranks, delta.num_values // ranks, delta.key_size, delta.value_size)
         self.A_log = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
@@ -169,7 +170,7 @@ class GatedDeltaAttention(MegatronModule):
         return to_own_tokens(self._of_segments(shares, segments, self._weights(group.rank(), size)), order, group)
 
     def _core(self, mixed: Tensor, b: Tensor, a: Tensor, weights: HeadWeights) -> Tensor:
-        out: Tensor = DeltaCore.apply(mixed, b, a, *weights)
+        out: Tensor = DeltaCore.apply(mixed, b, a, *weights, self.rule)
         return out
 
     def _weights(self, share: int = 0, num_shares: int = 1) -> HeadWeights:

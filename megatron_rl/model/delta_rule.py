@@ -15,6 +15,7 @@ of their heads, M channels of the convolution, n chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ from megatron_rl.model.parts.gated_delta import CHUNK
 
 NORM_EPS = 1e-6
 """Added to the squared length of keys and queries, as in transformers and vLLM."""
+
+
+DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""See `chunked_delta_rule`."""
 
 
 class HeadSizes(NamedTuple):
@@ -108,7 +113,7 @@ class DeltaCore(torch.autograd.Function):
     """Convolution, silu and the rule over B rows. Only inputs are kept; backward computes the rest again.
 
     mixed [B, S, M]: queries, keys and values of all heads; b, a [B, S, N]; weight [M, 1, width]; log_decay, dt_bias [N]
-    -> [B, S, N, V] in the dtype of `mixed`.
+    -> [B, S, N, V] in the dtype of `mixed`. rule: `chunked_delta_rule`, or a kernel for it.
     """
 
     @staticmethod
@@ -121,10 +126,11 @@ class DeltaCore(torch.autograd.Function):
         log_decay: Tensor,
         dt_bias: Tensor,
         sizes: HeadSizes,
+        rule: DeltaRule = chunked_delta_rule,
     ) -> Tensor:
         ctx.save_for_backward(mixed, b, a, weight, log_decay, dt_bias)
-        ctx.sizes = sizes
-        return delta_core(mixed, b, a, weight, log_decay, dt_bias, sizes)
+        ctx.sizes, ctx.rule = sizes, rule
+        return delta_core(mixed, b, a, weight, log_decay, dt_bias, sizes, rule)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,13 +138,20 @@ class DeltaCore(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(is_needed) for x, is_needed in zip(ctx.saved_tensors, needed, strict=True)]
         mixed, b, a, weight, log_decay, dt_bias = inputs
         with torch.enable_grad():
-            out = delta_core(mixed, b, a, weight, log_decay, dt_bias, ctx.sizes)
+            out = delta_core(mixed, b, a, weight, log_decay, dt_bias, ctx.sizes, ctx.rule)
         gradients = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
-        return (*(next(gradients) if is_needed else None for is_needed in needed), None)
+        return (*(next(gradients) if is_needed else None for is_needed in needed), None, None)
 
 
 def delta_core(
-    mixed: Tensor, b: Tensor, a: Tensor, weight: Tensor, log_decay: Tensor, dt_bias: Tensor, sizes: HeadSizes
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    log_decay: Tensor,
+    dt_bias: Tensor,
+    sizes: HeadSizes,
+    rule: DeltaRule = chunked_delta_rule,
 ) -> Tensor:
     """See `DeltaCore`."""
     convolved = F.silu(causal_convolution(mixed.float(), weight.float()))
@@ -147,4 +160,4 @@ def delta_core(
         for part, size in zip(convolved.split(sizes.sections, -1), (sizes.key, sizes.key, sizes.value), strict=True)
     )
     decay = -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return chunked_delta_rule(query, key, value, decay, b.float().sigmoid()).to(mixed.dtype)
+    return rule(query, key, value, decay, b.float().sigmoid()).to(mixed.dtype)

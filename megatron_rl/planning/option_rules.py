@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfig
+from megatron_rl.config.megatron import FUSED_KERNELS, PLAIN_KERNELS, MegatronConfig, OverrideTransformerConfig
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import SELECTIVE
-from megatron_rl.planning.feature_rows.option_rows import GROUP
+from megatron_rl.planning.feature_rows.option_rows import GROUP, KERNELS
 from megatron_rl.planning.folder_checks import ModelSizes
 
 GRANULARITY, METHOD, NUMBER, MODULES = (
@@ -20,6 +21,8 @@ GRANULARITY, METHOD, NUMBER, MODULES = (
 )
 METHODS = ("uniform", "block")
 FULL = "full"
+DISTRIBUTIONS = {"fla": "flash-linear-attention"}
+"""Module -> what to install for it."""
 PARTS = ("core_attn", "mlp", "moe")
 """Parts of a layer that can be recomputed. Megatron's layernorm and moe_act need transformer-engine's layers."""
 
@@ -33,8 +36,12 @@ TYPE, AUX, Z = "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_lo
 BIAS = "moe_router_enable_expert_bias"
 
 
-def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
-    """Every violation, for all roles on Megatron's grid. Constraints of single values are checked elsewhere."""
+def option_problems(
+    config: RunConfig, models: Sequence[ModelSizes], *, config_only: bool = False
+) -> Iterable[Violation]:
+    """Every violation, for all roles on Megatron's grid. Constraints of single values are checked elsewhere.
+    config_only: packages need not be installed.
+    """
     by_path = {model.path: model for model in models}
     for role in (role for role in roles_of(config) if not role.kind.generates):
         model = by_path.get(role.model_path)
@@ -43,6 +50,19 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         yield from _shared_heads_problems(role, model)
         yield from _balance_problems(role, model)
         yield from _shared_by_problems(role)
+        if not config_only:
+            yield from _kernel_problems(role, model)
+
+
+def _kernel_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    """Packages that have kernels of the model's attention, and are not installed."""
+    given = role.megatron.attention_kernels
+    kinds = () if model is None or given != FUSED_KERNELS else model.parts.attentions
+    for package in dict.fromkeys(kind.fused_package for kind in kinds if kind.fused_package):
+        if importlib.util.find_spec(package) is None:
+            name = DISTRIBUTIONS[package]
+            rule = f"needs {name}, which is not installed: pip install {name}"
+            yield Violation({f"{role.key}.{KERNELS}": given}, rule, {f"{role.key}.{KERNELS}": PLAIN_KERNELS})
 
 
 def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:

@@ -108,7 +108,7 @@ def _violations(
             *layout_problems(pools, models),
             *hardware_problems(config.trainer.hardware_file),
             *feature_problems(config, models),
-            *option_problems(config, models),
+            *option_problems(config, models, config_only=config_only),
             *lora_problems(config, models, config_only=config_only),
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
@@ -142,7 +142,7 @@ def _task_problems(
     yield from layout_problems(pools, models)
     yield from hardware_problems(config.trainer.hardware_file)
     yield from feature_problems(config, models)
-    yield from option_problems(config, models)
+    yield from option_problems(config, models, config_only=config_only)
     yield from lora_problems(config, models, config_only=config_only)
     yield from sharing_problems(config, pools)
     yield from task_length_problems(config, models)

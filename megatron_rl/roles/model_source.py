@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.megatron import FUSED_KERNELS, MegatronConfig
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.device import Device
 from megatron_rl.model.adapters import AdapterSet
@@ -163,6 +163,10 @@ class ModelSource:
         options = self.megatron.override_transformer_config
         if self.megatron.fp8_emulate and options.fp8 is not None:
             emulate_eight_bits(chunks, options.fp8, options.fp8_recipe)
+        if self.megatron.attention_kernels == FUSED_KERNELS:
+            from megatron_rl.model.fused_kernels import use_fused  # imports what else nothing needs
+
+            use_fused(chunks)
         chunks = [chunk.to(self.device.torch_device) for chunk in chunks]
         return UnloadedModel(chunks, specs, self, drawn, trained)
 

@@ -72,7 +72,12 @@ class Rank:
             kept = {name: getattr(override, name) for name in FORWARD_OPTIONS}
             override = OverrideTransformerConfig(**kept)
         layout = self.pool.layout if self.pool.megatron_roles else spec.megatron
-        megatron = replace(layout, override_transformer_config=override, fp8_emulate=spec.megatron.fp8_emulate)
+        megatron = replace(
+            layout,
+            override_transformer_config=override,
+            fp8_emulate=spec.megatron.fp8_emulate,
+            attention_kernels=spec.megatron.attention_kernels,
+        )
         seed, folder = self.config.trainer.seed, self.folders[spec.model_path]
         return ModelSource(folder, self.groups, self.device, megatron, spec.lora, seed, spec.mtp)
 

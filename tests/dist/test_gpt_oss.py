@@ -23,6 +23,7 @@ from megatron_rl.controller.report import hf_sampled_logits
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+ACTOR_KERNELS = "actor_rollout_ref__actor__megatron__attention_kernels"
 SP = {"actor_rollout_ref__actor__megatron__sequence_parallel": True}
 
 
@@ -78,6 +79,30 @@ def assert_unpacked(exported: Path, plain: Path, dtype: str) -> None:
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
     assert json.loads((exported / "config.json").read_text())["dtype"] == dtype
     assert not was_quantised(exported)
+
+
+def logits_of(config) -> tuple[torch.Tensor, int]:
+    """The logits of an untouched model, and how many of its layers FlexAttention computes."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    modules = [module for chunk in worker.roles["actor"].trainable.models for module in chunk.modules()]
+    fused = [module for module in modules if getattr(getattr(module, "rows", None), "__name__", "") == "flex_rows"]
+    return worker.roles["actor"].sampled_logits(random_batch(NUM_ROWS).read_by(SCORING)), len(fused)
+
+
+@pytest.mark.exhaustive
+def test_fused_kernels_compute_sinks_and_windows(tmp_path) -> None:
+    """Logits of a whole model, padded and packed rows as a role makes them. Preflight keeps CPUs from it, which have no
+    gradients; the gradients are in tests/model. Would not catch what a GPU's compiler makes of it.
+    """
+    path = save_gpt_oss(tmp_path / "model")
+    found = [
+        run_ranks(1, logits_of, run_config(path, 1, 1, **{ACTOR_KERNELS: kernels}))[0] for kernels in ("plain", "fused")
+    ]
+    assert found[0][1] == 0 and found[1][1] > 1
+    assert (found[0][0] - found[1][0]).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from model_folders import problems, write_model
+from test_gated_delta_rules import QWEN3_5
 from test_model_folder import GEMMA, LATENT
 from test_sinks_and_stacks import SINKS
 
 from megatron_rl.config.load import read_run
+from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_models import RunModels
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -34,6 +36,31 @@ def test_models_that_transformer_engine_computes(config, tmp_path):
     assert f"; try: {IMPL}=te_linear" in problem
     options.transformer_impl = "te_linear"
     assert not [text for text in problems(config) if IMPL in text]
+
+
+def test_who_may_have_fused_kernels(config, tmp_path):
+    """Sinks on GPUs in 16 bits; not on CPUs, in float32, or where ranks share sequences, of which windows alone do not
+    care. The rule of gated deltas needs its package. Would not catch a package without a kernel.
+    """
+    actor, key = config.actor_rollout_ref.actor.megatron, f"{MEGATRON}.attention_kernels"
+    actor.attention_kernels = "fused"
+    for device, dtype, size, changes, why in (
+        ("cuda", "bfloat16", 1, SINKS, ""),
+        ("cpu", "bfloat16", 1, SINKS, "these kernels compute gradients on GPUs alone; try: "),
+        ("cuda", "float32", 1, SINKS, "they round products of float32 to fewer digits; try: "),
+        ("cuda", "bfloat16", 2, SINKS, "with context parallelism, attention meets keys block by block"),
+        ("cuda", "bfloat16", 2, GEMMA, ""),
+    ):
+        config.trainer.device, actor.dtype, actor.context_parallel_size = device, dtype, size
+        folder = f"{device}-{dtype}-{size}-{changes['architectures'][0]}"
+        config.actor_rollout_ref.model.path = write_model(tmp_path / folder, **changes)
+        about = [text for text in problems(config) if key in text]
+        assert (why in about[0] and len(about) == 1) if why else not about, about
+    actor.context_parallel_size = 1
+    config.actor_rollout_ref.model.path = write_model(tmp_path / "delta", **QWEN3_5)
+    (about,) = [text for text in problems(config) if key in text]
+    assert about.endswith("not installed: pip install flash-linear-attention; try: plain")
+    assert not [one for one in preflight(config, config_only=True) if key in one.settings]
 
 
 def test_who_computes_in_eight_bits_by_default(tmp_path: Path):

@@ -29,6 +29,7 @@ class GatedDelta(AttentionPart):
 
     recomputed_as = ""  # the rule is computed again in any case
     undrafted = NAME
+    fused_package = "fla"
     block_sizes = BLOCK_SIZES
     engine_arguments: ClassVar[Mapping[str, object]] = {
         # The manager of one kind of cache has no states.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_rl.model.parts.param_spec import ParamSpec, single, whole
 from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock
@@ -79,7 +78,6 @@ class GroupedAttention(AttentionPart):
     """
 
     block_sizes = BLOCK_SIZES
-    has_kernel: ClassVar[bool] = True
 
     hidden: int
     num_heads: int

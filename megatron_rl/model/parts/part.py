@@ -110,7 +110,7 @@ class AttentionPart(LayerPart):
     cpu_engine_arguments: arguments of `vllm.LLM` that the part needs, anywhere and on CPU. unreplayable: device -> why
     vLLM hands out no experts of the tokens of such a model. undrafted: the name of this kind of attention, if vLLM
     cannot take back what it has read of a wrong draft; "" if it can. whole_prompts: devices on which vLLM reads every
-    prompt in one step.
+    prompt in one step. fused_package: the module that `attention_kernels=fused` computes it with, if torch has none.
     """
 
     recomputed_as = "core_attn"
@@ -120,6 +120,15 @@ class AttentionPart(LayerPart):
     unreplayable: ClassVar[Mapping[str, str]] = {}
     undrafted: ClassVar[str] = ""
     whole_prompts: ClassVar[frozenset[str]] = frozenset()
+    fused_package: ClassVar[str] = ""
+
+    has_kernel: ClassVar[bool] = True
+    soft_cap: float | None = None
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether flash attention does not have it, so that its products are written out in tiles."""
+        return not self.has_kernel or self.soft_cap is not None
 
     @property
     @abstractmethod

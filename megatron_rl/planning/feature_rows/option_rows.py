@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.keys import ACTOR
-from megatron_rl.config.megatron import FP8_FORMATS, LOCAL, TE_LINEAR, TRANSFORMER_ENGINE
+from megatron_rl.config.megatron import FP8_FORMATS, FUSED_KERNELS, LOCAL, PLAIN_KERNELS, TE_LINEAR, TRANSFORMER_ENGINE
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.planning.feature_rows.adapter_rows import lora_key
 from megatron_rl.planning.features import (
@@ -14,6 +14,7 @@ from megatron_rl.planning.features import (
     Relation,
     Requirement,
     RunFacts,
+    Settings,
     Use,
     equals,
     of_roles,
@@ -22,6 +23,7 @@ from megatron_rl.planning.features import (
 
 GROUP = "megatron.override_transformer_config"
 DDP = "megatron.override_ddp_config"
+KERNELS = "megatron.attention_kernels"
 IMPLEMENTATION, FP8, EMULATE = f"{GROUP}.transformer_impl", f"{GROUP}.fp8", "megatron.fp8_emulate"
 RECOMPUTE, FUSION = f"{GROUP}.recompute_granularity", f"{GROUP}.gradient_accumulation_fusion"
 CP, DYNAMIC, WAY = "megatron.context_parallel_size", "megatron.dynamic_context_parallel", f"{GROUP}.cp_comm_type"
@@ -48,6 +50,26 @@ def _fp8(run: RunFacts) -> Iterator[Use]:
         if options.fp8 in FP8_FORMATS:
             emulates = {f"{role.key}.{EMULATE}": False} if role.megatron.fp8_emulate else {}
             yield Use({f"{role.key}.{FP8}": options.fp8}, {f"{role.key}.{FP8}": None} | emulates, role)
+
+
+def _in_blocks(run: RunFacts, use: Use) -> str:
+    """Why the role's sinks or soft caps are computed block by block, in tiles of products."""
+    role = use.role
+    model = None if role is None else run.model_of(role)
+    if role is None or model is None or not any(kind.in_tiles for kind in model.parts.attentions):
+        return ""
+    ways = {"context parallelism": _is_shared(use), "a prefix tree": any(spec.as_tree for spec in role.passes)}
+    why = " and ".join(way for way, is_used in ways.items() if is_used)
+    return f"with {why}, attention meets keys block by block, for which these kernels are not used" if why else ""
+
+
+def _wide(run: RunFacts, use: Use) -> str:
+    dtype = "" if use.role is None else use.role.megatron.dtype
+    return f"they round products of {dtype} to fewer digits" if dtype == "float32" else ""
+
+
+def _dtype(run: RunFacts, use: Use) -> Settings:
+    return {_key(use, "megatron.dtype"): run.value(_key(use, "megatron.dtype"))}
 
 
 def _trees(run: RunFacts) -> Iterator[Use]:
@@ -93,6 +115,19 @@ ROWS = (
                 lambda run, use: {_key(use, IMPLEMENTATION): TE_LINEAR},
                 keys=lambda run, use: {} if use.role is None else {f"{lora_key(use.role)}.rank": use.role.lora.rank},
             ),
+        ),
+        proven=(),
+        in_tasks=True,
+    ),
+    Feature(
+        "fused_attention",
+        "fused kernels of sinks, soft caps and gated deltas",
+        {f"{ROLE}.{KERNELS}": FUSED_KERNELS},
+        of_roles(KERNELS, PLAIN_KERNELS, equals(FUSED_KERNELS)),
+        excludes=(Relation("cpu", "these kernels compute gradients on GPUs alone"),),
+        of_layout=(
+            Requirement("16 bits", _wide, lambda run, use: {_key(use, "megatron.dtype"): "bfloat16"}, keys=_dtype),
+            Requirement("sinks and soft caps without context parallelism or prefix trees", _in_blocks),
         ),
         proven=(),
         in_tasks=True,
