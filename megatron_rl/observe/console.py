@@ -50,7 +50,10 @@ WARNINGS = (
     ),
 )
 NOTICES = {
-    "megatron.core.models.gpt.gpt_model": ("GPTModel IS DEPRECATED", "Megatron still mends it; no setting changes it"),
+    "megatron.core.models.gpt.gpt_model": (
+        "GPTModel IS DEPRECATED",
+        "Megatron still maintains it; no setting changes it",
+    ),
     "megatron.core.distributed.distributed_data_parallel": (
         "DistributedDataParallel: full_param_layout not provided",
         "Megatron makes the layout itself",

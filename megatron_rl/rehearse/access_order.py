@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from third_party_patches.torch.stream_clocks import Queue
+from third_party_patches.stream_clocks import Queue
 
 MOST_ACCESSES = 64
 """Accesses of one queue that are kept of each memory. The oldest are forgotten: a fault may be missed, none made up."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from megatron_rl.rehearse.access_order import COLLECTIVES, Access, TrackedMemory
+from third_party_patches.stream_clocks import HOST, Clock, Queue, join
 from third_party_patches.torch.fake_cuda import current_stream
-from third_party_patches.torch.stream_clocks import HOST, Clock, Queue, join
 
 SHAPE_ALONE = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),

@@ -43,7 +43,7 @@ MORE_ROOM = (
 
 
 class PieceWriter:
-    """Writes files one after the other. piece_bytes: of a buffer; for a GPU two pinned ones are kept.
+    """Writes files one after the other. piece_bytes: size of a buffer; for a GPU two pinned ones are kept.
 
     is_staged: a CPU's tensors go over buffers, too, as a GPU's do.
     """
@@ -98,7 +98,7 @@ def pieces_of(tensors: Sequence[torch.Tensor], piece_bytes: int) -> Iterator[tor
 
 
 def append(file: int, content: torch.Tensor, end: torch.cuda.Event | None = None) -> None:
-    """Write bytes of host memory [n] to the end of an open file. end: of the copy that they come from."""
+    """Write bytes of host memory [n] to the end of an open file. end: event at the end of their copy."""
     if end is not None:
         end.synchronize()
     left = content.numpy().data

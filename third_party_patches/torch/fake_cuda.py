@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from third_party_patches.guard import TORCH, Patch, require_version
-from third_party_patches.torch.stream_clocks import HOST, LATEST, Clock, Queue, join
+from third_party_patches.stream_clocks import HOST, LATEST, Clock, Queue, join
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 NUM_DEVICES = 8
