@@ -118,7 +118,8 @@ class KnownValues:
 
 def _twin(tensor: Tensor) -> Tensor | None:
     twin: Tensor | None = vars(tensor).get("rehearsed_twin")
-    return twin
+    # An assignment to `data` is no operation, and leaves the twin of what was there before.
+    return twin if twin is not None and twin.shape == tensor.shape else None
 
 
 def _set_twin(tensor: Tensor, values: Tensor) -> None:

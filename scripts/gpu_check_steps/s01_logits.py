@@ -22,7 +22,9 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
         folder = save(kind)
         for dtype in ("float32", "bfloat16"):
             model = trainer_model(folder, dtype, device, groups)
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+            # Expert by expert, in plain products: ours alone are grouped.
+            options = {"dtype": getattr(torch, dtype), "experts_implementation": "eager"}
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
             with torch.no_grad():
                 weight = model.output_layer.weight[: theirs.config.vocab_size]
                 whole = hidden_states(model, padded(rows))
