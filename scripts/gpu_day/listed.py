@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
-from importlib.metadata import distributions, packages_distributions
+from importlib.metadata import distributions
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 MACHINE, CARRIED, ONLY_LISTED = FOLDER / "machine.txt", FOLDER / "carried.txt", FOLDER / "only_listed"
 PROJECT = "megatron-rl"
+VENDORED = "_vendor"
 
 
 def normal(name: str) -> str:
@@ -27,11 +29,21 @@ def listed(*files: Path) -> dict[str, str]:
 
 
 def absent(present: Iterable[str]) -> dict[str, list[str]]:
-    """What is installed here and is none of these packages: its names, and its top-level modules."""
-    there = {*map(normal, present), PROJECT}
-    names = {one.metadata["Name"] for one in distributions() if normal(one.metadata["Name"]) not in there}
-    modules = [module for module, owners in packages_distributions().items() if there.isdisjoint(map(normal, owners))]
-    return {"names": sorted(names), "modules": sorted(modules)}
+    """What is installed here and is none of these packages: its names, and its top-level modules.
+
+    What a package carries inside itself, as setuptools does, is not installed.
+    """
+    there, names, owners = {*map(normal, present), PROJECT}, set[str](), defaultdict[str, set[str]](set)
+    for one in distributions():
+        if VENDORED in str(one.locate_file("")):
+            continue
+        name = one.metadata["Name"]
+        names.add(name)
+        for file in one.files or ():
+            if file.suffix in (".py", ".so"):
+                owners[file.parts[0].partition(".")[0]].add(normal(name))
+    modules = [module for module, by in owners.items() if by.isdisjoint(there)]
+    return {"names": sorted(name for name in names if normal(name) not in there), "modules": sorted(modules)}
 
 
 def as_on_the_machine(scratch: Path, *files: Path) -> dict[str, str]:
