@@ -70,6 +70,7 @@ NOTICES = {
 """Logger of a library -> (beginning of a notice, why it is not shown)."""
 LOGGERS = {
     "torch.fx._symbolic_trace": "a notice about torch's own interface, for its developers",
+    "torch.utils.cpp_extension": "looks for a compiler for CUDA when it is imported, where nothing is compiled",
     "torch._library.triton": "says that a kernel has no GPU here, where none is used",
 }
 """Logger of a library -> why only its errors are shown."""
