@@ -87,7 +87,7 @@ class ConfigError(MegatronRLError):
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """What a GPU reported. kind: its words. is_certain: no code causes it.
+    """A fault that a GPU reported. kind: its words. is_certain: no error of code can cause it.
 
     node: the launcher's name of the GPU's node; host: its address. gpu: in the form of CUDA_VISIBLE_DEVICES; "" if it
     is not known.

@@ -1,4 +1,4 @@
-"""Errors that a broken GPU raises, told from errors of code, and the memory that a killed rank leaves on its GPU."""
+"""Errors of a broken GPU, as distinct from errors of code, and the memory that a killed rank leaves on its GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NVIDIA_SMI = "nvidia-smi"
 
 
 def fault_of(error_type: str, message: str) -> DeviceFault | None:
-    """Return what a rank's exception reports of its GPU; None where it is of code."""
+    """Return the fault of a GPU that a rank's exception reports; None if the error is one of code."""
     if error_type not in RAISED_BY_CUDA:
         return None
     for pattern, is_certain in ((HARDWARE, True), (SUSPECTED, False)):

@@ -50,7 +50,7 @@ class RankFailure:
 
     @property
     def device_fault(self) -> errors.DeviceFault | None:
-        """What the rank's GPU reported, if that is what failed."""
+        """The fault that the rank's GPU reported; None if something else failed."""
         fault = None if self.died else fault_of(self.error_type, self.message)
         return None if fault is None else replace(fault, node=self.node, host=self.host, gpu=self.gpu)
 

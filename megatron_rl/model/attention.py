@@ -366,7 +366,7 @@ class Slots:
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:
     """Compute `bucketed` with torch's variable-length flash attention, which CUDA has for half precision."""
-    # Older versions of torch take fewer heads of keys without being told, and have no such option.
+    # torch 2.11 takes fewer heads of keys by itself, and has no such option.
     options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if takes(varlen_attn, "enable_gqa") else {}
     out = varlen_attn(
         query,

@@ -77,7 +77,7 @@ def new_places(found: Mapping[str, tuple[int, str]], known: Places, file: Path) 
 
 
 def read_places(file: Path) -> Places:
-    """Return an accepted list. Raises ConfigError where there is none, or a line is none of one."""
+    """Return an accepted list. Raises ConfigError if the file is missing, or if a line has another form."""
     if not file.is_file():
         raise ConfigError(f"--known {file} is no file; write it with --accept")
     places: Places = {}

@@ -1,4 +1,4 @@
-"""What NCCL asks of the tensors of one call, which torch's fake groups take as they come. No torch."""
+"""NCCL's rules for the tensors of one call, which torch's fake groups do not check. No torch."""
 
 from __future__ import annotations
 
