@@ -67,11 +67,10 @@ class EightBitTransition:
         """Return the bytes that a member receives from other nodes."""
         return sum(size * layers.network_numel(number) for size, layers in zip(self.sizes, self.layers, strict=True))
 
-    def receive_buffer_bytes(self, number: int) -> int:
-        """Return the bytes of a member's three receive buffers."""
-        return sum(
-            size * layers.receive_buffer_numel(number) for size, layers in zip(self.sizes, self.layers, strict=True)
-        )
+    def receive_buffers(self, number: int) -> list[int]:
+        """Return the bytes of each of a member's three receive buffers."""
+        pairs = zip(self.sizes, self.layers, strict=True)
+        return [size * layers.receive_buffer_numel(number) for size, layers in pairs]
 
     def own_bytes(self, number: int) -> int:
         """Return the bytes of the codes and scales of a member's training shards."""

@@ -234,16 +234,20 @@ class RunModels:
         """Return the bytes of the largest receive buffers on any rank of a pipeline stage, of base weights and, unless
         with_adapters is false, adapters.
         """
-        planned = self.resharding
-        adapters = planned.adapter_layers if with_adapters else None
+        adapters = self.resharding.adapter_layers if with_adapters else None
 
         def buffers(member: int) -> int:
             of_adapters = 0 if adapters is None else adapters.receive_buffer_numel(member) * self.element
-            if planned.fp8 is not None:
-                return of_adapters + planned.fp8.receive_buffer_bytes(member)
-            return of_adapters + planned.layers.receive_buffer_numel(member) * self.element
+            return of_adapters + sum(self.base_buffers(member))
 
         return max(map(buffers, self.members_of_stage(pp_rank)))
+
+    def base_buffers(self, member: int) -> list[int]:
+        """Return the bytes of each receive buffer of base weights on a member of an exchange group."""
+        planned = self.resharding
+        if planned.fp8 is not None:
+            return planned.fp8.receive_buffers(member)
+        return [planned.layers.receive_buffer_numel(member) * self.element]
 
     def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes of packed messages on a rank of a pipeline stage during a resharding. Contiguous pieces are
@@ -320,10 +324,15 @@ def own_codes_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
 
 
 def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
-    """Return the bytes of received base weights that a rank of a pipeline stage keeps in host memory, at most."""
+    """Return the bytes of received base weights that a rank of a pipeline stage keeps in host memory, at most. Each
+    receive buffer has a copy of its own, rounded up.
+    """
     if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
         return 0
-    return -(-models.receive_buffer_bytes(pp_rank, with_adapters=False) // HOST_UNIT) * HOST_UNIT
+    return max(
+        sum(-(-size // HOST_UNIT) * HOST_UNIT for size in models.base_buffers(member))
+        for member in models.members_of_stage(pp_rank)
+    )
 
 
 def merged_bytes(models: RunModels, pp_rank: int, without: Collection[str] = ()) -> dict[str, int]:
