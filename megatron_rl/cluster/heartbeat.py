@@ -45,8 +45,11 @@ RECONNECT_S = 10.0
 MISSED_SIGNS_S = 3 * INTERVAL_S
 """A rank that was silent for so long has missed at least two signs of life."""
 
-LONG_PAUSE_S = 3 * INTERVAL_S
-"""Seconds between two looks; after a longer pause the driver did not listen, and no rank is blamed."""
+LOOK_S = 1.0
+"""Seconds between two looks; a look that comes later, because the driver got no CPU, blames no rank for it."""
+
+LATE_S = 0.05
+"""A timer is late by less where the driver has the CPU that it needs."""
 
 COLLECTIVE_SLACK_S, LONGEST_STALL_S = 30.0, 1e6
 
@@ -182,7 +185,7 @@ class Connection(enum.Enum):
 @dataclass(frozen=True)
 class Sign:
     """The last sign of life of a rank. heard_at: the driver's monotonic time, or when the connection broke. work: how
-    far its method is, if it counts.
+    far its method is, if it counts. gap_s: seconds from the sign before to this one.
     """
 
     heard_at: float
@@ -192,6 +195,7 @@ class Sign:
     idle_s: float = 0.0
     got_sigterm: bool = False
     work: WorkDone | None = None
+    gap_s: float = 0.0
 
 
 class Hang(enum.Enum):
@@ -211,23 +215,35 @@ class Judgement:
     at: float
 
 
+def pace(signs: Mapping[int, Sign], now: float, limits: HeartbeatLimits) -> float:
+    """Return how many times slower than INTERVAL_S signs come, by the slowest rank that was heard in time; at least 1.
+
+    Where hundreds of ranks share a few cores, or a node swaps, living ranks speak seldom: it is missed signs that tell
+    a silent one from its peers, and not seconds. A gap counts until the next sign of its rank.
+    """
+    heard = [sign for sign in signs.values() if now - sign.heard_at <= limits.heartbeat_timeout_s]
+    return max([1.0, *(sign.gap_s / INTERVAL_S for sign in heard if sign.connection is Connection.OPEN)])
+
+
 def judge(signs: Mapping[int, Sign], now: float, limits: HeartbeatLimits) -> dict[int, Hang]:
     """Return the ranks that hang, all in the same way; empty while none hangs.
 
     GONE: the connection broke and did not come back. SILENT: no sign of life in time, perhaps because the rank never
     connected. STALLED: the rank answers and its method makes no progress. Once a rank has stalled, it probably waits
-    for a rank that has missed several signs of life, so fewer missed signs already count as SILENT.
+    for a rank that has missed several signs of life, so fewer missed signs already count as SILENT. Limits of silence
+    are those of ranks that speak every INTERVAL_S, and longer by `pace`.
     """
+    slower = pace(signs, now, limits)
     silences = {rank: now - sign.heard_at for rank, sign in signs.items()}
     idle = {rank: sign.idle_s + silences[rank] for rank, sign in signs.items() if sign.method}
     stalled = {rank for rank, seconds in idle.items() if seconds > limits.stall_timeout_s}
     if stalled:
         # Judge ranks that entered the method together at the same time: the first to be late may wait for another.
         stalled = {rank for rank, seconds in idle.items() if seconds > limits.stall_timeout_s - INTERVAL_S}
-    longest_silence = MISSED_SIGNS_S if stalled else limits.heartbeat_timeout_s
+    longest_silence = slower * (MISSED_SIGNS_S if stalled else limits.heartbeat_timeout_s)
     hangs: dict[int, Hang] = {}
     for rank, silence in silences.items():
-        if signs[rank].connection is Connection.BROKEN and silence > RECONNECT_S:
+        if signs[rank].connection is Connection.BROKEN and silence > slower * RECONNECT_S:
             hangs[rank] = Hang.GONE
         elif silence > longest_silence:
             hangs[rank] = Hang.SILENT
@@ -235,6 +251,13 @@ def judge(signs: Mapping[int, Sign], now: float, limits: HeartbeatLimits) -> dic
             hangs[rank] = Hang.STALLED
     first = min(hangs.values(), key=lambda hang: hang.value, default=None)
     return {rank: hang for rank, hang in hangs.items() if hang is first}
+
+
+def excused(signs: Mapping[int, Sign], late_s: float, now: float) -> dict[int, Sign]:
+    """Return the signs as if heard `late_s` later, which the judge was late; none later than now."""
+    if late_s <= LATE_S:
+        return dict(signs)
+    return {rank: replace(sign, heard_at=min(now, sign.heard_at + late_s)) for rank, sign in signs.items()}
 
 
 _WAITING = (
@@ -354,7 +377,9 @@ class HeartbeatMonitor:
             got_sigterm = bool(content.get("got_sigterm"))
             things = content.get("work")
             work = None if things is None else WorkDone(str(things[0]), int(things[1]), int(things[2]))
-            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s, got_sigterm, work)
+            now, before = time.monotonic(), self._signs[rank]
+            gap_s = now - before.heard_at if before.connection is Connection.OPEN else 0.0
+            self._signs[rank] = Sign(now, Connection.OPEN, *doing, idle_s, got_sigterm, work, gap_s)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -370,15 +395,14 @@ class HeartbeatMonitor:
         self._loop.close()
 
     def _look(self) -> None:
-        """Judge every second."""
+        """Judge every LOOK_S."""
         self._judge()
-        self._loop.call_later(1.0, self._look)
+        self._loop.call_later(LOOK_S, self._look)
 
     def _judge(self) -> None:
-        """Judge the signs of now; a pause of this process does not count as silence of ranks."""
+        """Judge the signs of now; what this look is late does not count as silence of ranks."""
         before, self._looked_at = self._looked_at, time.monotonic()
-        if (pause := self._looked_at - before) > LONG_PAUSE_S:
-            self._signs = {rank: replace(sign, heard_at=sign.heard_at + pause) for rank, sign in self._signs.items()}
+        self._signs = excused(self._signs, self._looked_at - before - LOOK_S, self._looked_at)
         hangs = judge(self._signs, self._looked_at, self.limits)
         self._verdict = Judgement(hangs, dict(self._signs), self._looked_at)
 

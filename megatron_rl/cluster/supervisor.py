@@ -50,6 +50,8 @@ SUPERVISOR = "MEGATRON_RL_SUPERVISOR"
 LARGEST = 128 << 10
 """Bytes of a request: most of it is a rank's environment."""
 
+RANK_WORKER = "megatron_rl.cluster.rank_worker"
+
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
@@ -205,12 +207,14 @@ class Supervisor:
 
 
 def load(modules: Sequence[str], starter: int, scratch: Scratch) -> None:
-    """Import the modules; a module that fails is left to the ranks, which report it. End if the starter ends."""
+    """Import the modules, and what serves a rank's pipe; a module that fails is left to the ranks, which report it. End
+    if the starter ends.
+    """
     loaded, is_loaded = os.pipe()
     watch = threading.Thread(target=_end_with_starter, args=(starter, loaded, scratch), daemon=True)
     watch.start()
     with without_collections():
-        for module in modules:
+        for module in (RANK_WORKER, *modules):
             with suppress(Exception):
                 importlib.import_module(module)
     os.close(is_loaded)

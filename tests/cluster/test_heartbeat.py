@@ -19,6 +19,7 @@ from megatron_rl.cluster.calls import failures_of
 from megatron_rl.cluster.handle import Target
 from megatron_rl.cluster.heartbeat import (
     LONGEST_HELLO,
+    LOOK_S,
     MISSED_SIGNS_S,
     MORE_STRANGERS,
     RECONNECT_S,
@@ -28,6 +29,7 @@ from megatron_rl.cluster.heartbeat import (
     HeartbeatLimits,
     HeartbeatMonitor,
     Sign,
+    excused,
     judge,
     waits_for_peers,
 )
@@ -41,8 +43,10 @@ LIMITS = HeartbeatLimits(stall_timeout_s=100, heartbeat_timeout_s=30)
 NOW = 1000.0
 
 
-def sign(silence: float, method: str = "update", idle_s: float = 0.0, connection=Connection.OPEN) -> Sign:
-    return Sign(NOW - silence, connection, "actor", method, idle_s)
+def sign(
+    silence: float, method: str = "update", idle_s: float = 0.0, connection=Connection.OPEN, gap_s: float = 2.0
+) -> Sign:
+    return Sign(NOW - silence, connection, "actor", method, idle_s, gap_s=gap_s)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,14 @@ def sign(silence: float, method: str = "update", idle_s: float = 0.0, connection
         # One that never came is silent, not gone.
         ([Sign(NOW - 29)], {}),
         ([Sign(NOW - 31)], {0: Hang.SILENT}),
+        # Where a living rank speaks every 8 s, four times as long as others, 15 missed signs take four times as long.
+        ([sign(1, gap_s=8), sign(119, method="")], {}),
+        ([sign(1, gap_s=8), sign(121, method="")], {1: Hang.SILENT}),
+        ([sign(1, gap_s=8), sign(4 * RECONNECT_S - 1, connection=Connection.BROKEN)], {}),
+        ([sign(1, gap_s=8, idle_s=100), sign(4 * MISSED_SIGNS_S - 1)], {0: Hang.STALLED}),
+        # A rank that is silent itself is no measure, nor one that speaks more often than it must.
+        ([sign(1), sign(31, gap_s=20)], {1: Hang.SILENT}),
+        ([sign(1, gap_s=0.1), sign(29)], {}),
     ],
 )
 def test_judge(signs: list[Sign], expected: dict[int, Hang]) -> None:
@@ -155,7 +167,7 @@ def test_work_is_added_up_over_the_ranks_that_answer() -> None:
 
 def test_strangers_are_sent_away_and_change_nothing(monitor: HeartbeatMonitor) -> None:
     """A wrong token, no JSON, no end of a line, brackets without an end. Would not catch one that guesses the token."""
-    before, failures = monitor.signs, list[object]()
+    failures = list[object]()
     monitor._loop.set_exception_handler(lambda _, context: failures.append(context))
     hello, deep = {"rank": 0, "token": "0" * 32}, b"[" * (LONGEST_HELLO - 1) + b"\n"
     says = (json.dumps(hello).encode() + b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * (LONGEST_HELLO + 1))
@@ -164,7 +176,8 @@ def test_strangers_are_sent_away_and_change_nothing(monitor: HeartbeatMonitor) -
             stranger.sendall(said)
             with suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
-    assert monitor.signs == before and monitor.stacks(timeout_s=0.2) == {} and not failures
+    assert {sign.connection for sign in monitor.signs.values()} == {Connection.AWAITED}
+    assert monitor.stacks(timeout_s=0.2) == {} and not failures
 
 
 def test_strangers_that_say_nothing_are_few_and_do_not_stay(
@@ -204,8 +217,9 @@ def test_a_rank_that_was_heard_since_the_verdict_does_not_hang(monitor: Heartbea
     assert failures_of(monitor, infos, []) == []
 
 
-def test_a_pause_of_the_driver_is_nobodys_silence(monitor: HeartbeatMonitor) -> None:
-    """The monitor's own thread was not scheduled for a minute. Would not catch a clock that jumps."""
+@pytest.mark.parametrize("late_s", [3, 60])
+def test_what_the_judge_is_late_is_nobodys_silence(monitor: HeartbeatMonitor, late_s: int) -> None:
+    """The monitor's own thread was not scheduled for a while. Would not catch a clock that jumps."""
     Heartbeat(0, monitor.address)
     Heartbeat(1, monitor.address)
     wait_until(lambda: all(sign.connection is Connection.OPEN for sign in monitor.signs.values()))
@@ -213,10 +227,18 @@ def test_a_pause_of_the_driver_is_nobodys_silence(monitor: HeartbeatMonitor) -> 
     done = threading.Event()
 
     def look() -> None:
-        monitor._looked_at -= 60
+        monitor._looked_at -= late_s + LOOK_S
         monitor._judge()
         done.set()
 
     monitor._loop.call_soon_threadsafe(look)
     assert done.wait(60)
-    assert all(monitor.signs[rank].heard_at >= before[rank] + 59 for rank in before) and monitor.hangs == {}
+    # None is as if heard in the future: a rank that was just heard is late by less.
+    assert all(monitor.signs[rank].heard_at > before[rank] for rank in before) and monitor.hangs == {}
+    assert all(sign.heard_at <= time.monotonic() for sign in monitor.signs.values())
+
+
+def test_silence_counts_from_the_looks_that_came_in_time() -> None:
+    """By hand: heard 25 s ago, of which the judge was late 10. Would not catch a rank that speaks meanwhile."""
+    assert excused({0: sign(25), 1: sign(4)}, 10, NOW) == {0: sign(15), 1: sign(0)}
+    assert excused({0: sign(25)}, 0.01, NOW) == {0: sign(25)}

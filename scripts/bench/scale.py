@@ -1,0 +1,166 @@
+"""What many ranks cost their driver: small ranks under the real pool, local launcher, supervisor and heartbeats.
+
+    python scripts/bench/scale.py [--ranks 64 128 256] [--json FILE]
+
+For each number of ranks: seconds to start, CPU seconds and bytes of a call that does nothing and of one that cuts rows
+over all ranks, the longest silence of a living rank, seconds to notice that one has died, to start all again, and to
+end. Each is a median of several calls. The exponent of a curve is the slope of the logarithms. Seconds of CPU are the
+driver's own, so that they hold on a machine that others use; a rank is a fork of some 7 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from scale_worker import SmallHost
+
+from megatron_rl.cluster.launcher import Ranks
+from megatron_rl.cluster.local_launcher import LocalLauncher
+from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
+from megatron_rl.config.roles import PoolSize
+from megatron_rl.errors import WorkerFailure
+from megatron_rl.records import Batch
+
+MIB = 1 << 20
+ROWS_PER_RANK = 8
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+COUNTED = ("start_cpu_s", "noop_cpu_s", "noop_bytes", "rows_cpu_s", "rows_bytes", "driver_mib", "ranks_mib")
+"""Figures with an exponent: CPU seconds, bytes and memory; those of the clock depend on what else the machine does."""
+
+
+def bytes_moved() -> int:
+    """Return the bytes that this process has read and written, through pipes too."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"]) + int(lines["wchar"])
+
+
+def measured(call: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Return medians of a call: seconds, CPU seconds of this process, bytes that it moved; and the spread of CPU."""
+    rows = []
+    for _ in range(rounds):
+        before = np.array([time.perf_counter(), time.process_time(), bytes_moved()])
+        call()
+        rows.append(np.array([time.perf_counter(), time.process_time(), bytes_moved()]) - before)
+    wall, cpu, moved = zip(*rows, strict=True)
+    low, middle, high = statistics.quantiles(map(float, cpu), n=4)
+    medians = {"s": float(np.median(wall)), "bytes": float(np.median(moved))}
+    return medians | {"cpu_s": middle, "low": low, "high": high}
+
+
+def memory_mib(processes: Sequence[psutil.Process]) -> float:
+    """Return the memory of processes, pages that several share divided between them."""
+    return sum(process.memory_full_info().pss for process in processes) / MIB
+
+
+def cpu_of_start(pids: Sequence[int]) -> dict[str, float]:
+    """Return the CPU seconds of all ranks and of the supervisor that has started them, since they began."""
+    times = [psutil.Process(pid).cpu_times() for pid in (*pids, psutil.Process(pids[0]).ppid())]
+    *ranks, supervisor = [spent.user + spent.system for spent in times]
+    return {"ranks_cpu_s": sum(ranks), "supervisor_cpu_s": supervisor}
+
+
+def rank_pool(ranks: Ranks) -> ProcessPool:
+    return ProcessPool("scale", ranks, SmallHost, options=PoolOptions(env=ENVIRONMENT))
+
+
+def notice(pool: ProcessPool, rank: int) -> float:
+    """Kill a rank; return the seconds until the driver, which waits for a call, reports this rank."""
+    host = pool.host(SmallHost)
+    start = time.perf_counter()
+    os.kill(pool.pids[rank], signal.SIGKILL)
+    try:
+        while time.perf_counter() - start < 120:
+            host.noop().get()
+    except WorkerFailure as error:
+        if f"rank {rank} " not in str(error):
+            raise
+        return time.perf_counter() - start
+    raise RuntimeError(f"rank {rank} is dead, and the driver has not noticed")
+
+
+def longest_silence(pool: ProcessPool, seconds: float) -> float:
+    """Return how long the driver has not heard of one of the living ranks, at most."""
+    longest, until = 0.0, time.monotonic() + seconds
+    assert pool.monitor is not None
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        now = time.monotonic()
+        longest = max(longest, *(now - sign.heard_at for sign in pool.monitor.signs.values()))
+    pool.raise_if_failed()
+    return longest
+
+
+def one_size(num_ranks: int, rounds: int, listen_s: float = 10.0) -> dict[str, float]:
+    """Start the ranks, call them, hear them for a while, lose one, start them again, end them."""
+    found: dict[str, float] = {"ranks": num_ranks}
+    rows = torch.arange(num_ranks * ROWS_PER_RANK, dtype=torch.float32)
+    batch = Batch(scores=rows)
+    own = psutil.Process()
+    with (
+        LocalLauncher("cpu", (SmallHost.__module__,), ENVIRONMENT) as launcher,
+        launcher.reserve(PoolSize(1, num_ranks)) as ranks,
+    ):
+        start, cpu = time.perf_counter(), time.process_time()
+        with rank_pool(ranks) as pool:
+            found |= {"start_s": time.perf_counter() - start, "start_cpu_s": time.process_time() - cpu}
+            found |= cpu_of_start(pool.pids)
+            host = pool.host(SmallHost)
+            for name, call in (("noop", lambda: host.noop().get()), ("rows", lambda: host.scores(batch).get())):
+                call()
+                found |= {f"{name}_{unit}": value for unit, value in measured(call, rounds).items()}
+            assert torch.equal(host.scores(batch).get()["scores"], rows + 1)
+            found["silence_s"] = longest_silence(pool, listen_s)
+            found["driver_mib"] = own.memory_info().rss / MIB
+            found["ranks_mib"] = memory_mib([psutil.Process(pid) for pid in pool.pids])
+            found["notice_s"] = notice(pool, num_ranks // 2)
+            begun = time.perf_counter()
+        with rank_pool(ranks) as pool:
+            pool.host(SmallHost).noop().get()
+            found["repair_s"] = time.perf_counter() - begun
+            begun = time.perf_counter()
+    found["end_s"] = time.perf_counter() - begun
+    if left := own.children(recursive=True):
+        raise RuntimeError(f"{len(left)} processes are left")
+    return found
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the slope of the straight line through the logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def exponents(found: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """Return the exponents of curves over the number of ranks."""
+    sizes = [row["ranks"] for row in found]
+    return {name: exponent(sizes, [row[name] for row in found]) for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    found = []
+    for num_ranks in options.ranks:
+        found.append(one_size(num_ranks, options.rounds))
+        print("  ".join(f"{name} {value:.5g}" for name, value in found[-1].items()), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+    if len(found) > 1:
+        print("exponents: ", "  ".join(f"{name} {value:.2f}" for name, value in exponents(found, COUNTED).items()))
+
+
+if __name__ == "__main__":
+    main()
