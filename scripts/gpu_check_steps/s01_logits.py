@@ -16,6 +16,8 @@ BOUNDS = {"float32": 2e-3, "bfloat16": 0.6}
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """The largest differences of logits by family and type."""
+    from megatron_rl.model.decoder import head_weight
+
     groups = join_world(device)
     rows = random_rows(LENGTHS, device)
     for kind in list(KINDS)[: 1 if small else None]:
@@ -26,7 +28,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
             options = {"dtype": getattr(torch, dtype), "experts_implementation": "eager"}
             theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
             with torch.no_grad():
-                weight = model.output_layer.weight[: theirs.config.vocab_size]
+                weight = head_weight(model)[: theirs.config.vocab_size]
                 whole = hidden_states(model, padded(rows))
                 apart = torch.cat([whole[row, :length] for row, length in enumerate(LENGTHS)]) @ weight.t()
                 packed = hidden_states(model, torch.cat(rows)[None], LENGTHS)[0] @ weight.t()

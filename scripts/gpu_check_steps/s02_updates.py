@@ -18,6 +18,7 @@ def norms(folder: Any, device: str, groups: Any) -> list[float]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    from megatron_rl.model.decoder import head_weight
     from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 
     model = trainer_model(folder, "float32", device, groups)
@@ -44,7 +45,7 @@ def norms(folder: Any, device: str, groups: Any) -> list[float]:
         optimizer.zero_grad()
         hidden = hidden_states(chunk, rows)[:, :-1].flatten(0, 1)
         log_probs, _ = head_log_probs(
-            hidden, model.output_layer.weight, rows[:, 1:].flatten(), VocabSoftmax(70, 1.0, groups.tp_group)
+            hidden, head_weight(model), rows[:, 1:].flatten(), VocabSoftmax(70, 1.0, groups.tp_group)
         )
         (-log_probs.mean()).backward()
         chunk.finish_grad_sync()

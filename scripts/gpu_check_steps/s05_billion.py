@@ -12,6 +12,7 @@ from models import BILLION, hidden_states, join_world, padded, random_rows, save
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Forward and backward, three times each way; the best of the last two. On a CPU of a tiny model."""
     from megatron_rl.device import Device, settled_seconds
+    from megatron_rl.model.decoder import head_weight
     from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 
     tiny = small or device == "cpu"
@@ -29,7 +30,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
             start = settled_seconds(one.torch_device)
             hidden = hidden_states(model, batch, segments)[:, :-1].flatten(0, 1)
             log_probs, _ = head_log_probs(
-                hidden, model.output_layer.weight, batch[:, 1:].flatten(), VocabSoftmax(vocab, 1.0, groups.tp_group)
+                hidden, head_weight(model), batch[:, 1:].flatten(), VocabSoftmax(vocab, 1.0, groups.tp_group)
             )
             (-log_probs.mean()).backward()
             seconds.append(settled_seconds(one.torch_device) - start)

@@ -25,6 +25,8 @@ REHEARSED = Path(__file__).parent / "rehearsed_step.py"
 PASSED, FAILED, SKIPPED = 0, 1, 77
 PART_S = 600
 """Seconds that a part may take, all its steps together."""
+REHEARSED_S = 3600
+"""Seconds that a rehearsed step may take: a machine may be busy, and a step takes at most a few CPU minutes."""
 
 
 def of_gpu_check(*names: str) -> dict[str, Path]:
@@ -47,7 +49,7 @@ def part(name: str, files: Mapping[str, Path], limit_s: float, about: str | None
     with tempfile.TemporaryDirectory(prefix="gpu_day_") as scratch:
         if given.rehearse:
             os.environ |= as_on_the_machine(Path(scratch))
-            results = gpu_check.run_all(files, "cuda", False, PART_S, out, before=[str(REHEARSED)])
+            results = gpu_check.run_all(files, "cuda", False, REHEARSED_S, out, before=[str(REHEARSED)])
         else:
             folders = installed(given.wheels, Path(scratch)) if given.device == "cuda" else []
             folders += [str(given.wheels / CUMEM)] if uses_cumem and (given.wheels / CUMEM).is_dir() else []

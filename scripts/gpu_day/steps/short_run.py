@@ -20,6 +20,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "gpu_check_steps")
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NODE_ADDRESS", "MASTER_ADDR")
 PROGRAM = (sys.executable, "-W", "ignore", "-m", "megatron_rl")
 LIMIT_S = 240
+REHEARSED_S = 3000
+"""Seconds of a rehearsal, which a busy machine may need."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def rehearsed(config: Path, stage: str, overrides: Sequence[str] = ()) -> dict[s
     """
     out = config.parent / "rehearsed"
     command = [*PROGRAM, "rehearse", "--stage", stage, "--config", str(config), "--out", str(out), *overrides]
-    run_program(command, 2 * LIMIT_S)
+    run_program(command, REHEARSED_S)
     (rank,) = out.glob("rank*.json")
     phases = json.loads(rank.read_text())["phases"]
     return {phase: round(memory["peak"] / 1e9, 2) for phase, memory in phases.items()}
