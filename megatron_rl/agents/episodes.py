@@ -176,6 +176,7 @@ class LiveEpisodes(Episodes):
         self._shown: set[tuple[str, ...]] = set()
         self._saw_limit = False
         self._open: dict[int, _OpenTurn] = {}
+        self._jobs_of: dict[int, list[int]] = {}  # episode -> those of _open
         self._failed: list[tuple[int, Reply]] = []
         self._jobs = itertools.count()
 
@@ -204,10 +205,12 @@ class LiveEpisodes(Episodes):
     def _submit(self, episode: Episode, new: _OpenTurn) -> None:
         job, opening = next(self._jobs), episode.opening if isinstance(episode.opening, InitialConversation) else None
         self._open[job] = new
+        self._jobs_of.setdefault(new.number, []).append(job)
         self._environments.play(job, TurnJob(new.number, episode.row, tuple(episode.played), new.turn, opening))
 
     def forget(self, number: int) -> None:
-        self._open = {job: known for job, known in self._open.items() if known.number != number}
+        for job in self._jobs_of.pop(number, ()):
+            self._open.pop(job, None)
         self._failed = [(known, reply) for known, reply in self._failed if known != number]
         self._environments.forget(number)
 
@@ -215,6 +218,8 @@ class LiveEpisodes(Episodes):
         failed, self._failed = self._failed, []
         answers = self._environments.take(waits and not failed)
         known = [(self._open.pop(job), answer) for job, answer in answers if job in self._open]
+        for turn, _ in known:
+            self._jobs_of.pop(turn.number, None)
         return failed + [(known.number, self._reply(known, answer)) for known, answer in known]
 
     def _reply(self, known: _OpenTurn, answer: Answer) -> Reply:

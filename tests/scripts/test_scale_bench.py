@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 from scale import exponent, exponents, one_size
+from scale_flood import TOKENS, flood, instant_episodes
+
+from megatron_rl.agents.episode import Episode
+from megatron_rl.records import Sampling
 
 BYTES = ("noop_bytes", "rows_bytes")
 
@@ -23,3 +30,40 @@ def test_ranks_start_answer_lose_one_are_repaired_and_end() -> None:
     assert max(exponents(found, BYTES).values()) < 1.1
     assert found[1]["ranks_cpu_s"] / 48 < found[1]["supervisor_cpu_s"] / 25
     assert found[1]["driver_mib"] < 1.1 * found[0]["driver_mib"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_away", [0.0, 0.9], ids=["few open", "most open"])
+def test_a_flood_of_episodes_costs_the_driver_as_many_lines_and_calls_as_it_has_turns(share_away: float) -> None:
+    """Python calls are counted. Would not catch what is superlinear inside one call."""
+    found = []
+    for num in (50, 200):
+        calls = [0]
+
+        def count(frame: object, event: str, argument: object, calls: list[int] = calls) -> None:
+            calls[0] += 1
+
+        sys.setprofile(count)
+        try:
+            found.append(flood(num, 4, int(share_away * num)) | {"calls": calls[0], "ranks": num})
+        finally:
+            sys.setprofile(None)
+    assert found[1]["lines"] < 1.3 * found[1]["turns"]
+    assert max(exponents(found, ("journal_bytes", "calls", "lines")).values()) < 1.1
+
+
+def test_an_episode_that_ends_costs_the_same_however_many_are_open() -> None:
+    """A ratio of CPU seconds, 1 where it is right and 8 where each looks at all. Would not catch a slow constant."""
+    spent = []
+    for num in (500, 4000):
+        episodes = instant_episodes(num_turns=2, num_away=num)
+        task = Episode((1,), {"index": 0, "sample": 0}, Sampling(1.0, 1.0, -1, 8, salt=1))
+        task.extend(TOKENS, version=0, has_turns=True)
+        for number in range(num):
+            episodes.submit(number, task)
+        start = time.process_time()
+        for number in range(num):
+            episodes.forget(number)
+        spent.append((time.process_time() - start) / num)
+        assert not episodes.is_open
+    assert spent[1] < 4 * spent[0]
