@@ -321,7 +321,7 @@ def route(members: Sequence[Member], holders: Sequence[int], receivers: Sequence
         else:
             waiting[node].append(receiver)
     for group in waiting.values():
-        alike = [receiver for receiver in group if members[receiver].tp_rank == members[holders[0]].tp_rank] or group
+        alike = fetchers(members, members[holders[0]].tp_rank, group)
         # Different pieces' holders choose different ranks, so that these share the work.
         first = alike[holders[0] % len(alike)]
         owner = nearest(members, holders, first)
@@ -329,8 +329,15 @@ def route(members: Sequence[Member], holders: Sequence[int], receivers: Sequence
         yield from (Hop(first, receiver, 1, owner) for receiver in group if receiver != first)
 
 
+def fetchers(members: Sequence[Member], tp_rank: int, group: Sequence[int]) -> Sequence[int]:
+    """Those of a node's receivers of which one fetches a piece: at the TP coordinate of its first holder, or all."""
+    return [receiver for receiver in group if members[receiver].tp_rank == tp_rank] or group
+
+
 def nearest(members: Sequence[Member], holders: Sequence[int], receiver: int) -> int:
     """The holder to ask: one at the receiver's TP coordinate if there is one, then the one of nearest rank."""
+    if len(holders) == 1:
+        return holders[0]
     mine = members[receiver]
     return min(holders, key=lambda h: (members[h].tp_rank != mine.tp_rank, abs(members[h].rank - mine.rank), h))
 

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
-from megatron_rl.hybrid_engine.layout import Region, merged, split_box
+from megatron_rl.hybrid_engine.layout import Region, Slot, merged, split_box
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Piece
 from megatron_rl.parallel.sharding import Box
 
@@ -137,7 +137,17 @@ class CountedFragment(NamedTuple):
 Piecewise = TypeVar("Piecewise", Fragment, CountedFragment)
 
 
-def fragments(pieces: Iterable[Piece], plan: ExchangePlan, message_numel: int) -> Iterator[Fragment]:
+class Ends(Protocol):
+    """What knows the slots of a piece at both ends: a whole plan, or one that only counts."""
+
+    def source_slot(self, piece: Piece) -> Slot:
+        """The slot from which the sender reads a piece."""
+
+    def dest_slot(self, piece: Piece) -> Slot:
+        """The slot to which the receiver writes a piece."""
+
+
+def fragments(pieces: Iterable[Piece], plan: Ends, message_numel: int) -> Iterator[Fragment]:
     """Pieces cut into fragments of at most `message_numel` elements, in order."""
     for piece in pieces:
         source, dest = plan.source_slot(piece), plan.dest_slot(piece)
@@ -186,9 +196,16 @@ def total(stream: Iterable[Fragment] | Iterable[CountedFragment]) -> int:
 
 def most_packed(plan: ExchangePlan, member: int, message_numel: int) -> int:
     """Elements of the longest message of `make_schedule` that needs scratch memory at this member; 0: none does."""
-    counts = _FragmentCounts(plan, message_numel)
     sides = [(0, pieces) for pieces in by_round(plan, plan.sent[member]).values()]
     sides += [(1, pieces) for pieces in by_round(plan, plan.plans[member].received).values()]
+    return longest_packed(plan, sides, message_numel)
+
+
+def longest_packed(plan: Ends, sides: Iterable[tuple[int, Sequence[Piece]]], message_numel: int) -> int:
+    """Elements of the longest message that needs scratch memory. sides: the pieces of each pair of members and phase,
+    with the end that is asked about, the sender (0) or the receiver (1).
+    """
+    counts = _FragmentCounts(plan, message_numel)
     most = 0
     for side, pieces in sides:
         for message in messages(counts.of(pieces), message_numel):
@@ -207,7 +224,7 @@ class _FragmentCounts:
     pieces are cut once.
     """
 
-    def __init__(self, plan: ExchangePlan, message_numel: int) -> None:
+    def __init__(self, plan: Ends, message_numel: int) -> None:
         self._plan, self._message_numel = plan, message_numel
         self._known: dict[tuple[int, int, int, Box], list[tuple[int, tuple[bool, bool], int, int]]] = {}
 

@@ -15,7 +15,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
-from megatron_rl.hybrid_engine.plan import ON_HOST, covers_training
+from megatron_rl.hybrid_engine.plan import ON_HOST
 from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.parts import FP32
 from megatron_rl.parallel.sharding import shard_of
@@ -238,7 +238,7 @@ class MemoryOfStage:
         if not self.config.actor_rollout_ref.rollout.drop_train_weights:
             return False
         exchange, number = self.models.resharding.exchange, self.models.members_of_stage(self.pp_rank)[0]
-        return covers_training(exchange.plans[number], exchange.held[number])
+        return exchange.covers_training(number)
 
     def _rollout_memory(self) -> Held:
         """Return what vLLM holds."""

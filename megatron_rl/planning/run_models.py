@@ -14,16 +14,16 @@ from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
-from megatron_rl.hybrid_engine.plan import HOST_UNIT, ExchangePlan, Member, aligned, plan_memory
+from megatron_rl.hybrid_engine.plan import HOST_UNIT, Member, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
-from megatron_rl.planning.representative_layers import RepresentativeLayers, one_layer_of_each, packed_bytes
+from megatron_rl.planning.exchange_counts import ExchangeCounts, packed_bytes
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
 from megatron_rl.planning.teaching_costs import TeachingCosts
-from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights
+from megatron_rl.planning.weights import ELEMENT_BYTES, TrainedWeights
 
 NUM_SCRATCH = 4
 """Messages in flight during a resharding, as in `hybrid_engine.exchange`."""
@@ -93,54 +93,32 @@ class ReshardingPlans:
         self.scratch: dict[tuple[int, int, bool], int] = {}
 
     @cached_property
-    def exchange(self) -> ExchangePlan:
+    def exchange(self) -> ExchangeCounts:
         """The exchange of the policy's weights, as the hybrid engine plans it."""
         return self._exchange(self._models.actor_weights)
 
     @cached_property
-    def adapter_exchange(self) -> ExchangePlan | None:
+    def adapter_exchange(self) -> ExchangeCounts | None:
         """The exchange of the adapters; None without."""
         adapters = self._models.actor_adapters
         return None if adapters is None else self._exchange(adapters)
 
     @cached_property
-    def layers(self) -> RepresentativeLayers:
-        """The exchange of the policy's weights, of one layer of each kind and pipeline stage."""
-        return self._representative(self._models.actor_weights)
-
-    @cached_property
-    def adapter_layers(self) -> RepresentativeLayers | None:
-        """`layers` of the adapters; None without."""
-        adapters = self._models.actor_adapters
-        return None if adapters is None else self._representative(adapters)
-
-    @cached_property
     def fp8(self) -> EightBitTransition | None:
         """The exchange of FP8 weights in place of the policy's; None: weights are served as they are trained."""
         models = self._models
-        rollout, weights, specs = models.config.actor_rollout_ref.rollout, models.actor_weights, models.actor.specs
+        rollout = models.config.actor_rollout_ref.rollout
         if rollout.quantization is None:
             return None
-        few, num_layers = one_layer_of_each(specs, weights.stages)
-        return EightBitTransition(
-            specs,
-            lambda: models.members_with(0),
-            few,
-            lambda: models.members_with(0, replace(weights, params=ModelParams(few))),
-            num_layers,
-            rollout.quantization_block_size,
-            models.element,
-        )
+        members = models.members_with(0)
+        return EightBitTransition(models.actor.specs, members, rollout.quantization_block_size, models.element)
 
-    def _representative(self, weights: TrainedWeights) -> RepresentativeLayers:
-        specs, num_layers = one_layer_of_each(weights.params.specs, weights.stages)
-        return RepresentativeLayers(self._exchange(replace(weights, params=ModelParams(specs))), num_layers)
-
-    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
+    def _exchange(self, weights: TrainedWeights) -> ExchangeCounts:
         models = self._models
         is_base = weights.is_frozen or models.actor_adapters is None
         drop = models.config.actor_rollout_ref.rollout.drop_train_weights and is_base
-        return plan_memory(tensors_of(weights.params.specs), models.members_with(0, weights), 0, drop)[0]
+        members = models.members_with(0, weights)
+        return ExchangeCounts(tensors_of(weights.params.specs), members, drop_train_weights=drop)
 
 
 class RunModels:
@@ -221,8 +199,8 @@ class RunModels:
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
         """Return the numbers of a pipeline stage's ranks in the first exchange group."""
-        members = self.resharding.layers.plan.members
-        return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
+        size = len(self.resharding.exchange.members) // self.grid.pp_size
+        return [*range(pp_rank * size, (pp_rank + 1) * size)]
 
     def served_bytes(self, pp_rank: int) -> dict[str, int]:
         """Return what generation reads on a rank of a pipeline stage next to training's weights: name -> bytes."""
@@ -234,10 +212,10 @@ class RunModels:
         """Return the bytes of the largest receive buffers on any rank of a pipeline stage, of base weights and, unless
         with_adapters is false, adapters.
         """
-        adapters = self.resharding.adapter_layers if with_adapters else None
+        adapters = self.resharding.adapter_exchange if with_adapters else None
 
         def buffers(member: int) -> int:
-            of_adapters = 0 if adapters is None else adapters.receive_buffer_numel(member) * self.element
+            of_adapters = 0 if adapters is None else adapters.receive_buffer_numels[member] * self.element
             return of_adapters + sum(self.base_buffers(member))
 
         return max(map(buffers, self.members_of_stage(pp_rank)))
@@ -247,7 +225,7 @@ class RunModels:
         planned = self.resharding
         if planned.fp8 is not None:
             return planned.fp8.receive_buffers(member)
-        return [planned.layers.receive_buffer_numel(member) * self.element]
+        return [planned.exchange.receive_buffer_numels[member] * self.element]
 
     def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes of packed messages on a rank of a pipeline stage during a resharding. Contiguous pieces are
@@ -320,7 +298,9 @@ def own_codes_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
     without FP8.
     """
     fp8 = models.resharding.fp8
-    return {} if fp8 is None else {"own codes": max(map(fp8.own_bytes, models.members_of_stage(pp_rank)))}
+    return (
+        {} if fp8 is None else {"own codes": max(fp8.own_bytes[number] for number in models.members_of_stage(pp_rank))}
+    )
 
 
 def host_copy_bytes(models: RunModels, pp_rank: int) -> int:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.model.families import CORRECTION, VOCAB_PADDING, ParamSpec, tensors_of
 from megatron_rl.model.parts import FP32
 from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.parallel.sharding import box_numel, shard_of
-from megatron_rl.planning.eight_bit_transition import EightBitTransition
+from megatron_rl.planning.exchange_counts import ExchangeCounts
 from megatron_rl.planning.hardware import Hardware
-from megatron_rl.planning.representative_layers import InPlaceTransition
 from megatron_rl.planning.run_models import RunModels, transferred
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import TrainedWeights
@@ -47,14 +46,12 @@ class TransitionPlan:
         weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
         if models.placement.is_colocated:
             planned, element = models.resharding, models.element
-            layers = [each for each in (planned.layers, planned.adapter_layers) if each is not None]
-            moved: list[InPlaceTransition | EightBitTransition] = [
-                InPlaceTransition(part, element, numel_of(each.params.specs) * element)
-                for part, each in zip(layers, weights, strict=True)
-            ]
-            if planned.fp8 is not None:
-                moved[0] = planned.fp8
-            parts = [cls._in_place(models, each) for each in moved]
+            fp8, adapters = planned.fp8, planned.adapter_exchange
+            moved = fp8.moved if fp8 is not None else [(element, planned.exchange)]
+            model_bytes = fp8.model_bytes if fp8 is not None else numel_of(weights[0].params.specs) * element
+            parts = [cls._in_place(models, moved, model_bytes)]
+            if adapters is not None:
+                parts.append(cls._in_place(models, [(element, adapters)], numel_of(weights[1].params.specs) * element))
         else:
             parts = [cls._between_pools(models, each) for each in weights]
         if len(parts) == 1:
@@ -62,12 +59,14 @@ class TransitionPlan:
         return replace(parts[1], once=parts[0]) if models.keeps_base else parts[0].plus(parts[1])
 
     @classmethod
-    def _in_place(cls, models: RunModels, moved: InPlaceTransition | EightBitTransition) -> TransitionPlan:
+    def _in_place(
+        cls, models: RunModels, moved: Sequence[tuple[int, ExchangeCounts]], model_bytes: int
+    ) -> TransitionPlan:
+        """Count exchanges of which each has its bytes of an element. model_bytes: of the whole model, as they move."""
         network, link = [], []
-        for number in range(len(models.resharding.layers.plan.members)):
-            network.append(moved.network_bytes(number))
-            link.append(moved.received_bytes(number) - network[-1])
-        model_bytes = moved.model_bytes
+        for number in range(len(moved[0][1].members)):
+            network.append(sum(size * counts.network_numels[number] for size, counts in moved))
+            link.append(sum(size * counts.received_numels[number] for size, counts in moved) - network[-1])
         grid, rollout_tp = models.grid, models.rollout.tp_size
         held = grid.tp_size * grid.pp_size
         return cls(tuple(network), tuple(link), model_bytes, max(0.0, model_bytes / rollout_tp - model_bytes / held))

@@ -15,11 +15,9 @@ from dataclasses import astuple, dataclass
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.parallel.sharding import Place, shard_of
-from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.role_on_layout import sampled_stages
 from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
-from megatron_rl.planning.representative_layers import one_layer_of_each
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import EMBEDDING, LAYER, aligned
 
@@ -68,9 +66,7 @@ def rollout_shard(role: RoleWork, tp: int, *, adapters: bool = False) -> int:
         return 0
     place = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp)
     whole = adapter_specs(role.model.specs, role.spec.lora) if adapters else role.model.specs
-    specs, counts = one_layer_of_each(whole, StagePlan(role.sizes.num_hidden_layers, 1))
-    numels = {name: aligned(shard_of(tensor, place).numel) for name, tensor in tensors_of(specs).items()}
-    return sum(numel * counts[name] for name, numel in numels.items()) * role.element
+    return sum(aligned(shard_of(tensor, place).numel) for tensor in tensors_of(whole).values()) * role.element
 
 
 def in_place_seconds(work: SearchProblem, actor: ActorBytes, grid: Grid, shape: GridShape, rollout_tp: int) -> float:
