@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from megatron_rl.config.constraints import (
     OURS,
@@ -37,6 +37,12 @@ FP8_RECIPES = {"blockwise": 128, "tensorwise": 16}
 """FP8 recipe -> number of which the tokens of a pass must be a multiple, on every rank."""
 
 
+ADAM, MUON = OPTIMIZERS = ("adam", "muon")
+MUON_SCALES = ("spectral", "unit_rms_norm", "shape_scaling")
+"""Factors of an orthogonalized update of n rows and m columns: `roles.orthogonal.scale_factor`."""
+ALL_DIGITS = "highest"
+
+
 @dataclass
 class OverrideOptimizerConfig:
     """Megatron's own options of the optimizer."""
@@ -48,10 +54,30 @@ class OverrideOptimizerConfig:
     """Share of the parameters whose optimizer state is offloaded, with optimizer_cpu_offload."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap the copies of one parameter with the update of another, with optimizer_cpu_offload."""
+    muon_momentum: Annotated[float, Ge(0), Le(1)] = 0.95
+    """Muon's decay rate of the momentum."""
+    muon_use_nesterov: bool = True
+    """Muon's Nesterov momentum."""
+    muon_num_ns_steps: Annotated[int, Ge(1), AtMost(99)] = 5
+    """Newton-Schulz steps of an update."""
+    muon_scale_mode: Annotated[str, OneOf(MUON_SCALES)] = "spectral"
+    """Factor of an update of n x m. spectral: sqrt(max(n, m)) | unit_rms_norm: sqrt(n / m) | shape_scaling:
+    sqrt(max(1, n / m))."""
+    muon_extra_scale_factor: Positive = 1.0
+    """Further factor of every Muon update. 0.2 with spectral: learning rates as Adam's."""
+    muon_tp_mode: Annotated[str, OneOf(("duplicated", "blockwise"))] = "duplicated"
+    """Matrices that TP cuts. duplicated: orthogonalized whole, by every TP rank | blockwise: each rank's part alone,
+    so results depend on TP."""
+    muon_split_qkv: bool = True
+    """Orthogonalize query, key and value apart; false: stacked."""
+    muon_fp32_matmul_prec: Annotated[str, OneOf(("medium", ALL_DIGITS))] = "medium"
+    """Newton-Schulz in bfloat16 (medium), as torch's Muon, or in float32 (highest)."""
 
 
 @dataclass
 class OptimConfig:
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = ADAM
+    """adam | muon: Muon for the layers' matrices, Adam for everything else: embeddings, heads, norms, biases."""
     lr: NotNegative = 1e-6
     """Peak learning rate, after the warm-up."""
     min_lr: NotNegative = 0.0

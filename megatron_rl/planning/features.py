@@ -15,6 +15,7 @@ from megatron_rl.planning.folder_checks import ModelSizes
 Settings = dict[str, Any]
 """Dotted key -> value."""
 CPU, CUDA = "cpu", "cuda"
+OPTIM = "optim"
 ROLE = "<ROLE>"
 """Stands in a key for the group of a role: of the actor, critic, reference, a reward model or a teacher."""
 POLICY = "actor_rollout_ref.actor"
@@ -177,8 +178,10 @@ def of_roles(name: str, off: Any = False, is_on: Callable[[Any], bool] = bool, t
 
     def on(run: RunFacts) -> Iterator[Use]:
         for role in run.trained_roles if trained else run.megatron_roles:
-            settings: Any = role
-            for part in group.split("."):
+            head, *parts = group.split(".")
+            # An optimizer is of what a role is trained with.
+            settings: Any = getattr(role.settings if head == OPTIM else role, head)
+            for part in parts:
                 settings = getattr(settings, part)
             value = getattr(settings, leaf)
             if is_on(value):

@@ -9,7 +9,8 @@ from megatron_rl.checkpoint.adapter_folder import adapter_identity, reference_id
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.model_folder import ModelFolders, model_folders
-from megatron_rl.checkpoint.resume import select
+from megatron_rl.checkpoint.resume import OPTIMIZER, select
+from megatron_rl.config.megatron import ADAM
 from megatron_rl.config.problems import violations_of
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
@@ -32,6 +33,8 @@ def configured_models(config: RunConfig, folders: ModelFolders | None = None) ->
         if read_model_folder(role.name, folder, STARTING_POINTS, config_only=True)[0] is None:
             continue  # the model folder's own rules report it
         settings, dtype = folder.settings, {"dtype": role.megatron.dtype}
+        optimizer = role.settings.optim.optimizer
+        dtype |= {OPTIMIZER: optimizer} if optimizer != ADAM else {}
         try:
             dtype |= adapter_identity(settings, role.lora)
             dtype |= reference_identity(role.lora) if role.name in compared else {}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_rl.config.megatron import FP8_RECIPES
+from megatron_rl.config.megatron import FP8_RECIPES, MUON
 from megatron_rl.config.roles import PassSpec, RoleSpec, followed_policies
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
@@ -19,13 +19,14 @@ from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_emulated, is_in_eight_bits, mtp_specs
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
+from megatron_rl.parallel.muon_runs import is_muon_matrix
 from megatron_rl.parallel.rank_grid import train_grid
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.planning.adapter_costs import AdapterCosts
 from megatron_rl.planning.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
-from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights, bucket_numel
+from megatron_rl.planning.weights import ELEMENT_BYTES, FlatBuffer, ModelParams, TrainedWeights, bucket_numel
 
 SCORE, UPDATE = "score", "update"
 """Kinds of passes, as `RoleSpec` names them."""
@@ -152,7 +153,7 @@ class RoleLedger:
         if not self.role.is_trained:
             return StageHeld(self.num_params(pp_rank) * element, in_eight_bits=in_eight_bits)
         numel, share = self.weights.numel(pp_rank), self.weights.optimizer_share(pp_rank)
-        moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
+        moments, masters = share * 2 * FP32 - self.spared(pp_rank), 0 if element == FP32 else share * FP32
         offloaded = offloaded_share(self.role)
         if self.config.trainer.device == "cpu":
             # The host is the device: Adam's host copies of gradients, and of weights without masters, count as well.
@@ -163,6 +164,20 @@ class RoleLedger:
         parameters, heads = numel * element + self.frozen(pp_rank), sum(self.teacher_heads(pp_rank).values())
         gradients = self.weights.moving_numel(pp_rank) * FP32
         return StageHeld(parameters, gradients, moments, masters, in_eight_bits, heads)
+
+    def spared(self, pp_rank: int) -> int:
+        """Return the bytes of second moments that Muon does not keep, on the rank of a stage that spares least."""
+        return self.weights.fewest_of_muon(pp_rank) * FP32 if self.with_muon else 0
+
+    @property
+    def with_muon(self) -> bool:
+        """Whether Muon updates matrices of the role."""
+        return bool(self.role.is_trained and self.role.settings.optim.optimizer == MUON)
+
+    def _of_muon(self, buffer: FlatBuffer) -> int:
+        """Return the elements of a buffer that Muon updates, on all ranks that share it."""
+        size = self.weights.shares[buffer.is_expert]
+        return sum(buffer.muon_numels(self.weights.params.specs, size)) if self.with_muon else 0
 
     def teacher_heads(self, pp_rank: int, *, resting: bool = False) -> Held:
         """Return what a rank of a stage holds of teachers' heads next to its own: name -> bytes.
@@ -226,10 +241,13 @@ class RoleLedger:
         masters = FP32 if is_async and self.element != FP32 else 0
         reference = self.element if self.role.name in followed_policies(self.config) else 0
         for buffer in self.weights.moving_buffers(pp_rank):
-            copies = [
-                numel for name, numel in buffer.numels.items() if is_async or len(specs[name].tensor.segments) > 1
-            ]
-            moments = sum(copies) * (2 * FP32 + reference)
+            copies = {
+                name: numel for name, numel in buffer.numels.items() if is_async or len(specs[name].tensor.segments) > 1
+            }
+            moments = sum(copies.values()) * (2 * FP32 + reference)
+            if self.with_muon:
+                updated = (numel for name, numel in copies.items() if is_muon_matrix(name, specs[name].tensor))
+                moments -= sum(updated) * FP32
             copied += (buffer.num_params * (self.element + masters) + moments) // self.weights.shares[buffer.is_expert]
         return copied
 
@@ -239,7 +257,8 @@ class RoleLedger:
         saved = self.element + 2 * FP32 + masters
         shares = self.weights.shares
         return sum(
-            buffer.num_params * saved // shares[buffer.is_expert] for buffer in self.weights.moving_buffers(pp_rank)
+            (buffer.num_params * saved - self._of_muon(buffer) * FP32) // shares[buffer.is_expert]
+            for buffer in self.weights.moving_buffers(pp_rank)
         )
 
     # Passes through the trainer
@@ -366,7 +385,10 @@ class RoleLedger:
             moments.append({"activations": int(kept) + mtp, "weight gradient": at_head, **head, **columns})
         share, device = self.weights.optimizer_share(pp_rank), self.config.trainer.device
         largest = max(in_layers, others) // element
-        moments.append({"optimizer step": optimizer_temporaries(share, largest, device)})
+        made_by_step = optimizer_temporaries(share, largest, device)
+        if self.with_muon:
+            made_by_step = max(made_by_step, muon_temporaries(in_layers // element, self.grid.tp_size))
+        moments.append({"optimizer step": made_by_step})
         return max(moments, key=lambda held: sum(held.values()))
 
 
@@ -440,6 +462,16 @@ def optimizer_temporaries(share: int, largest: int, device: str) -> int:
     if device == "cuda":
         return 0
     return 2 * FP32 * min(share, largest)
+
+
+def muon_temporaries(largest: int, tp_size: int) -> int:
+    """Return the bytes of Muon's temporaries. largest: elements of the rank's largest matrix.
+
+    Four copies of the rank's part: sent and received, there and back. Six of the whole matrix: gathered from TP ranks,
+    joined, its products, and the update.
+    """
+    whole = largest * tp_size
+    return FP32 * (4 * largest + 6 * whole)
 
 
 def offloaded_share(role: RoleSpec) -> float:

@@ -217,6 +217,7 @@ def offload_seconds(models: RunModels, hardware: Hardware) -> float:
                 offloaded[pp_rank] += ledger.num_params(pp_rank) * element
             if role.megatron.optimizer_offload and role.is_trained:
                 offloaded[pp_rank] += ledger.weights.optimizer_share(pp_rank) * optimizer_bytes(element)
+                offloaded[pp_rank] -= ledger.spared(pp_rank)
         seconds += 2 * max(offloaded) / hardware.host_bandwidth
     copied = max(host_copy_bytes(models, pp_rank) for pp_rank in range(models.generating.grid.pp_size))
     return seconds + copied / hardware.host_bandwidth

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,9 @@ from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.plan import aligned as aligned  # for mapping, too
 from megatron_rl.model.families import HEAD, ParamSpec
+from megatron_rl.parallel.muon_runs import is_muon_matrix, runs_in_bucket
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.parallel.sharding import Place, shard_of
+from megatron_rl.parallel.sharding import Interval, Place, length, shard_of
 from megatron_rl.parallel.stages import StagePlan
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -127,8 +129,20 @@ class FlatBuffer:
     numel: int
     num_params: int
     is_still: bool = False
+    stops: tuple[int, ...] = ()
+    """Where buckets end; (): there is one."""
 
-    @property
+    def muon_numels(self, specs: Mapping[str, ParamSpec], size: int) -> list[int]:
+        """Return the elements that Muon updates on each of `size` ranks, which have equal parts of every bucket."""
+        found, stops = [0] * size, self.stops or (self.numel,)
+        for name, start in self.offsets:
+            if is_muon_matrix(name, specs[name].tensor):
+                begin, stop = bucket_around(stops, start)
+                runs = runs_in_bucket(start - begin, start - begin + self.numels[name], stop - begin, size)
+                found = [total + length(run) for total, run in zip(found, runs, strict=True)]
+        return found
+
+    @cached_property
     def numels(self) -> dict[str, int]:
         """Parameter -> elements of its shard."""
         return {name: numel for block in self.blocks for name, numel in zip(block.names, block.numels, strict=True)}
@@ -196,6 +210,15 @@ class TrainedWeights:
     def optimizer_share(self, pp_rank: int) -> int:
         """Return the elements whose optimizer state one rank keeps."""
         return sum(buffer.numel // self.shares[buffer.is_expert] for buffer in self.moving_buffers(pp_rank))
+
+    def fewest_of_muon(self, pp_rank: int) -> int:
+        """Return the elements that Muon updates on the rank of a stage which has the fewest of them."""
+        fewest = 0
+        for is_expert, size in self.shares.items():
+            buffers = [each for each in self.moving_buffers(pp_rank) if each.is_expert is is_expert]
+            of_ranks = zip(*(buffer.muon_numels(self.params.specs, size) for buffer in buffers), strict=True)
+            fewest += min(map(sum, of_ranks), default=0)
+        return fewest
 
     def shard_numels(self, pp_rank: int) -> dict[str, int]:
         """Return parameter -> elements of its shard on one rank of a stage."""
@@ -279,18 +302,21 @@ class TrainedWeights:
         is_shared = self.params.is_tied and self.stages.pp_size > 1
         if bucket_numel is not None:
             blocks = [each for block in blocks for each in block.single]
+        stops: list[int] = []
         starts, end, filled = [], 0, 0  # end: of all full buckets; filled: elements in the open one
         for block in blocks:
             alone = is_shared and block.names[0] in (EMBEDDING, HEAD)
             if alone:
                 end, filled = end + _round_up(filled, multiple), 0
+                stops.append(end)
             starts.append(end + filled)
             is_full = bucket_numel is not None and filled + block.total >= bucket_numel
             filled += block.aligned
             if alone or is_full:
                 end, filled = end + _round_up(filled, multiple), 0
-        num_params = sum(block.total for block in blocks)
-        return FlatBuffer(is_expert, tuple(blocks), tuple(starts), end + _round_up(filled, multiple), num_params)
+                stops.append(end)
+        num_params, numel = sum(block.total for block in blocks), end + _round_up(filled, multiple)
+        return FlatBuffer(is_expert, tuple(blocks), tuple(starts), numel, num_params, stops=(*stops, numel))
 
     def members(self, group: Sequence[int], rollout: RolloutGrid, ranks_per_node: int, padding: int) -> list[Member]:
         """Return what the ranks of an exchange group hold in training and need for generation.
@@ -308,6 +334,12 @@ class TrainedWeights:
             wanted = rollout.place(rank, padding)
             members.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))
         return members
+
+
+def bucket_around(stops: Sequence[int], start: int) -> Interval:
+    """Return the bucket of an element. stops: the ends of all."""
+    number = bisect_right(stops, start)
+    return (stops[number - 1] if number else 0), stops[number]
 
 
 def _one_buffer(blocks: Sequence[ParamRun], *, is_still: bool = False) -> FlatBuffer:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_rl.config.megatron import OptimConfig
+from megatron_rl.roles.orthogonal import MOMENTUM
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.muon import ShardedMuon
 
 FIRST_LOSS_SCALE = 2**16
 """Where the scale of a float16 loss starts. Megatron's 2^32 costs sixteen skipped steps, more than a run allows."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KEPT = (*MOMENTS, MOMENTUM)
 
 
 def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
@@ -66,13 +71,15 @@ class AdamState:
     def __init__(self, optimizer: Any) -> None:
         """`optimizer`: Megatron's, of which dense layers and experts have one part each."""
         self._parts = optimizer.chained_optimizers
+        self.muon: Sequence[ShardedMuon] = ()
+        """Those that update the layers' matrices in Adam's place."""
 
     def since_first_step(self) -> list[torch.Tensor]:
         """Tensors that the first step makes: both moments of every parameter, and copies of gradients on the host."""
         tensors = []
         for part in self._parts:
             states = part.optimizer.state.values()
-            tensors += [state[name] for state in states for name in MOMENTS if name in state]
+            tensors += [state[name] for state in states for name in KEPT if name in state]
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 tensors += part.optimizer.cpu_copy_map_grad.values()
         return tensors
@@ -91,7 +98,7 @@ class AdamState:
     def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
         """Yield (parameter, first element, state) for each run of a flattened shard that this rank updates.
 
-        The state holds "param" [n], the float32 master, and once there are moments "exp_avg" and "exp_avg_sq" [n].
+        The state holds "param" [n], the float32 master, and once there are moments those of KEPT [n] that it has.
         """
         for part in self._parts:
             for by_dtype in part.gbuf_ranges:
@@ -102,7 +109,9 @@ class AdamState:
                             yield parameter, ranges["param"].start, state
 
     def create(self) -> None:
-        """Make the moments that Adam would make at its first step, unless they exist."""
+        """Make the moments that Adam and Muon would make at their first step, unless they exist."""
+        for muon in self.muon:
+            muon.create()
         for part in self._parts:
             inner = part.optimizer
             if isinstance(inner, HybridDeviceOptimizer):

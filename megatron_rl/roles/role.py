@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.config.megatron import MUON
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.dispatch import Dispatch, remote_method
@@ -80,7 +81,21 @@ class TrainedRole(Role):
         if model.trained:
             self.trained = WeightView.of(models, model.trained, buffers)
         self.checkpoint = RoleCheckpoint(self.trainable, dict(self.trained.specs), source.place)
+        if self.config.optim.optimizer == MUON:
+            self._take_muon(rank)
         self._watch_experts(rank)
+
+    def _take_muon(self, rank: Rank) -> None:
+        """Let Muon update the layers' matrices."""
+        from megatron_rl.roles.model_source import named_parameters
+        from megatron_rl.roles.muon import muon_parts
+
+        trainable, specs = self.trainable, self.trained.specs
+        named = named_parameters(trainable.models).items()
+        known = {parameter: (name, specs[name]) for name, parameter in named if name in specs}
+        override, groups = self.config.optim.override_optimizer_config, rank.groups
+        parts = muon_parts(trainable.optimizer, override, known, self.source.place, groups.tp_group)
+        trainable.adam.muon = list(parts)
 
     def _watch_experts(self, rank: Rank) -> None:
         """Put taps into the routers where the options ask for balance, and find the biases of experts."""

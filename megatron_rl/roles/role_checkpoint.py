@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.sharded_state import FlatRun, sharded_state, written
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place
 from megatron_rl.records import RoleState
+from megatron_rl.roles.adam import KEPT
 from megatron_rl.roles.expert_bias import ExpertBias
 from megatron_rl.roles.model_source import ModelSource, named_parameters
 from megatron_rl.roles.reference_refresh import ReferenceRefresh
@@ -141,12 +142,12 @@ class RoleCheckpoint:
             yield FlatRun(name, WEIGHT, 0, parameter.detach().view(-1))
 
     def _owned_runs(self) -> Iterator[FlatRun]:
-        """The runs that this rank's optimizer updates: the weights, both moments, and masters where there are some."""
+        """The runs that this rank's optimizer updates: the weights, their moments, and masters where there are some."""
         names = {parameter: name for name, parameter in named_parameters(self.trainable.models).items()}
         for parameter, start, state in self.trainable.adam.runs():
             weights = parameter.detach().view(-1)[start : start + len(state["param"])]
             yield FlatRun(names[parameter], WEIGHT, start, weights)
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in (kind for kind in KEPT if kind in state):
                 yield FlatRun(names[parameter], kind, start, state[kind])
             # A float32 parameter is its own master.
             if parameter.dtype != state["param"].dtype:

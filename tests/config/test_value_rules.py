@@ -22,6 +22,7 @@ from megatron_rl.config.single_values import magnitude_problems
 from megatron_rl.config.validate import value_problems as violations
 from megatron_rl.errors import shown
 
+MUON = "critic.optim.override_optimizer_config."
 MANDATORY = [
     "data.train_files=a",
     "data.val_files=b",
@@ -166,6 +167,13 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("critic.optim.lr_decay_style=WSD", "critic.optim.lr_wsd_decay_steps=0 must, with lr_decay_style=WSD, be >= 1"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
+        ("critic.optim.optimizer=mouon", "critic.optim.optimizer=mouon must be one of adam, muon; did you mean: muon"),
+        (f"{MUON}muon_num_ns_steps=0", "muon_num_ns_steps=0 must be >= 1"),
+        (
+            f"{MUON}muon_scale_mode=spectrum",
+            "must be one of spectral, unit_rms_norm, shape_scaling; did you mean: spectral",
+        ),
+        (f"{MUON}muon_tp_mode=distributed", "muon_tp_mode=distributed must be one of duplicated, blockwise"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be a finite number >= 0; try: 1e-06"),
         ("reward_model.timeout_s=0", "reward_model.timeout_s=0 must be > 0; try: 10"),
         ("reward_model.failed_score=.nan", "reward_model.failed_score=nan must be a finite number; try: 0"),

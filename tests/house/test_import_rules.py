@@ -122,6 +122,7 @@ MOST_FLOORS = 12
 
 PURE_PARTS = (
     f"{PACKAGE}.parallel.context_packs",
+    f"{PACKAGE}.parallel.muon_runs",
     f"{PACKAGE}.parallel.rank_grid",
     f"{PACKAGE}.parallel.scale_blocks",
     f"{PACKAGE}.parallel.sharding",

@@ -31,6 +31,18 @@ def test_a_checkpoint_of_the_same_models(config, monkeypatch):
     assert problems(config) == []
 
 
+@pytest.mark.parametrize(("before", "now"), [("adam", "muon"), ("muon", "adam")])
+def test_another_optimizer(config, monkeypatch, before: str, now: str) -> None:
+    """Neither continues the other's moments. Would not catch other options of one optimizer, which may change."""
+    config.critic.optim.optimizer = before
+    monkeypatch.setattr("saved.MODELS", configured_models(config))
+    save(Path(config.trainer.default_local_dir), 5)
+    assert problems(config) == []
+    config.critic.optim.optimizer = now
+    (problem,) = problems(config)
+    assert f"optimizer of the critic is {before}, and configured is {now}" in problem
+
+
 @pytest.mark.parametrize(
     ("changes", "file", "said"),
     [

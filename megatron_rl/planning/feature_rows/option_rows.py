@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_type_hints
 
+from megatron_rl.config.constraints import constraints_of
 from megatron_rl.config.keys import ACTOR
-from megatron_rl.config.megatron import FP8_FORMATS, FUSED_KERNELS, LOCAL, PLAIN_KERNELS, TE_LINEAR, TRANSFORMER_ENGINE
+from megatron_rl.config.megatron import (
+    ADAM,
+    FP8_FORMATS,
+    FUSED_KERNELS,
+    LOCAL,
+    MUON,
+    PLAIN_KERNELS,
+    TE_LINEAR,
+    TRANSFORMER_ENGINE,
+    OverrideOptimizerConfig,
+)
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.planning.feature_rows.adapter_rows import lora_key
 from megatron_rl.planning.features import (
@@ -28,6 +40,10 @@ IMPLEMENTATION, FP8, EMULATE = f"{GROUP}.transformer_impl", f"{GROUP}.fp8", "meg
 RECOMPUTE, FUSION = f"{GROUP}.recompute_granularity", f"{GROUP}.gradient_accumulation_fusion"
 CP, DYNAMIC, WAY = "megatron.context_parallel_size", "megatron.dynamic_context_parallel", f"{GROUP}.cp_comm_type"
 OVERLAP, GATHER, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size"))
+OPTIMIZER, OVERRIDE = "optim.optimizer", "optim.override_optimizer_config"
+HINTS = get_type_hints(OverrideOptimizerConfig, include_extras=True)
+MUON_KEYS = {name: hint for name, hint in HINTS.items() if name.startswith("muon_")}
+HOST = f"{OVERRIDE}.optimizer_cpu_offload"
 TREE = "actor_rollout_ref.model.enable_tree_training"
 OFFLOAD = f"{ACTOR}.megatron.param_offload"
 
@@ -96,6 +112,26 @@ def _by_rows(use: Use) -> list[str]:
     return list(dict.fromkeys(_switch_of(spec) for spec in passes if spec.max_tokens is None))
 
 
+def _on_host(run: RunFacts, use: Use) -> str:
+    role = use.role
+    is_offloaded = role is not None and role.settings.optim.override_optimizer_config.optimizer_cpu_offload
+    return "Muon needs whole matrices, which the host's copies of shards do not make" if is_offloaded else ""
+
+
+def _muon_options(run: RunFacts) -> Iterator[Use]:
+    usual = OverrideOptimizerConfig()
+    for role in run.trained_roles:
+        given = role.settings.optim.override_optimizer_config
+        # A value that its key cannot have is reported there.
+        names = [name for name, hint in MUON_KEYS.items() if constraints_of(hint).holds(getattr(given, name))]
+        changed = [name for name in names if getattr(given, name) != getattr(usual, name)]
+        if changed:
+            now, off = (
+                {f"{role.key}.{OVERRIDE}.{name}": vars(each)[name] for name in changed} for each in (given, usual)
+            )
+            yield Use(now, off, role)
+
+
 def _is_shared(use: Use) -> bool:
     """Whether ranks share the sequences of a role."""
     return use.role is not None and use.role.megatron.context_parallel_size > 1
@@ -156,6 +192,30 @@ ROWS = (
             ),
             Relation("transformer_engine", "FP8 products are transformer-engine's", when=lambda run: not run.on_cpu),
         ),
+        in_tasks=True,
+    ),
+    Feature(
+        "muon",
+        "Muon",
+        {f"{ROLE}.{OPTIMIZER}": MUON},
+        of_roles(OPTIMIZER, ADAM, equals(MUON), trained=True),
+        excludes=(Relation("lora", "adapters are no matrices of layers, so Adam would update all"),),
+        of_layout=(
+            Requirement(
+                "optimizer_cpu_offload=false",
+                _on_host,
+                lambda run, use: {_key(use, HOST): False},
+                keys=lambda run, use: {_key(use, HOST): True},
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "muon_options",
+        "Muon's options",
+        {f"{ROLE}.{OVERRIDE}.muon_num_ns_steps": 6},
+        _muon_options,
+        needs=(Relation("muon", "Adam does not read them"),),
         in_tasks=True,
     ),
     Feature(
