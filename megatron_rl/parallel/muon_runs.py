@@ -15,7 +15,8 @@ def is_muon_matrix(name: str, tensor: LogicalTensor) -> bool:
 def runs_in_bucket(start: int, stop: int, numel: int, size: int) -> tuple[Interval, ...]:
     """Return the run of a parameter's elements on each of `size` ranks that have equal parts of a bucket.
 
-    start, stop: the parameter in the bucket. numel: of the bucket. A rank that has none of it has an empty run.
+    start, stop: the parameter in the bucket. numel: elements of the bucket. A rank without any has an
+    empty run.
     """
     share = numel // size
     found = []

@@ -44,7 +44,7 @@ class ShardedMuon:
     """Muon in front of one of Megatron's distributed optimizers, in whose step it takes part."""
 
     def __init__(self, part: Any, matrices: Sequence[CutMatrix], override: OverrideOptimizerConfig, tp_group: Any):
-        """part: Megatron's optimizer, of dense layers or of experts. tp_group: that cuts its parameters."""
+        """part: Megatron's optimizer, of dense layers or experts. tp_group: its ranks share the parameters."""
         self._inner, self._group, self._tp_group = part.optimizer, part.data_parallel_group, tp_group
         # Owners of one round have matrices of about the same size.
         self._matrices = sorted(matrices, key=lambda each: -each.parameter.numel())
@@ -162,7 +162,8 @@ def muon_parts(
 ) -> Iterator[ShardedMuon]:
     """Put Muon in front of each of Megatron's distributed optimizers. specs: each parameter's name and spec.
 
-    Every data-parallel rank must find the same matrices. tp_group: of dense layers; that of experts is Megatron's.
+    Every data-parallel rank must find the same matrices. tp_group: the TP group of dense layers; that of
+    experts is Megatron's.
     """
     from megatron.core import parallel_state
 

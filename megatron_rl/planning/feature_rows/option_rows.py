@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_type_hints
 
-from megatron_rl.config.constraints import constraints_of
 from megatron_rl.config.keys import ACTOR
 from megatron_rl.config.megatron import (
     ADAM,
@@ -16,7 +14,6 @@ from megatron_rl.config.megatron import (
     PLAIN_KERNELS,
     TE_LINEAR,
     TRANSFORMER_ENGINE,
-    OverrideOptimizerConfig,
 )
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.planning.feature_rows.adapter_rows import lora_key
@@ -41,8 +38,6 @@ RECOMPUTE, FUSION = f"{GROUP}.recompute_granularity", f"{GROUP}.gradient_accumul
 CP, DYNAMIC, WAY = "megatron.context_parallel_size", "megatron.dynamic_context_parallel", f"{GROUP}.cp_comm_type"
 OVERLAP, GATHER, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size"))
 OPTIMIZER, OVERRIDE = "optim.optimizer", "optim.override_optimizer_config"
-HINTS = get_type_hints(OverrideOptimizerConfig, include_extras=True)
-MUON_KEYS = {name: hint for name, hint in HINTS.items() if name.startswith("muon_")}
 HOST = f"{OVERRIDE}.optimizer_cpu_offload"
 TREE = "actor_rollout_ref.model.enable_tree_training"
 OFFLOAD = f"{ACTOR}.megatron.param_offload"
@@ -116,20 +111,6 @@ def _on_host(run: RunFacts, use: Use) -> str:
     role = use.role
     is_offloaded = role is not None and role.settings.optim.override_optimizer_config.optimizer_cpu_offload
     return "Muon needs whole matrices, which the host's copies of shards do not make" if is_offloaded else ""
-
-
-def _muon_options(run: RunFacts) -> Iterator[Use]:
-    usual = OverrideOptimizerConfig()
-    for role in run.trained_roles:
-        given = role.settings.optim.override_optimizer_config
-        # A value that its key cannot have is reported there.
-        names = [name for name, hint in MUON_KEYS.items() if constraints_of(hint).holds(getattr(given, name))]
-        changed = [name for name in names if getattr(given, name) != getattr(usual, name)]
-        if changed:
-            now, off = (
-                {f"{role.key}.{OVERRIDE}.{name}": vars(each)[name] for name in changed} for each in (given, usual)
-            )
-            yield Use(now, off, role)
 
 
 def _is_shared(use: Use) -> bool:
@@ -208,14 +189,6 @@ ROWS = (
                 keys=lambda run, use: {_key(use, HOST): True},
             ),
         ),
-        in_tasks=True,
-    ),
-    Feature(
-        "muon_options",
-        "Muon's options",
-        {f"{ROLE}.{OVERRIDE}.muon_num_ns_steps": 6},
-        _muon_options,
-        needs=(Relation("muon", "Adam does not read them"),),
         in_tasks=True,
     ),
     Feature(
