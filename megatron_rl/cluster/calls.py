@@ -14,7 +14,7 @@ import psutil
 
 from megatron_rl.cluster.failures import RankFailure, root_cause
 from megatron_rl.cluster.heartbeat import Hang, HeartbeatLimits, HeartbeatMonitor, waits_for_peers
-from megatron_rl.cluster.launcher import ProcessInfo, RankProcess
+from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, send_together
 from megatron_rl.cluster.rank_messages import ProcessDied, RankFailed
 from megatron_rl.errors import WorkerStall
 from megatron_rl.observe.appended_file import replace_file
@@ -68,9 +68,9 @@ class RankCalls:
 
     def send(self, role: str, method: str, messages: Mapping[int, Any]) -> list[Future[Any]]:
         """Send ranks their messages, each of which has them run a method. Returns the answers for `wait`."""
-        calls = {self._processes[rank].send(message): Call(rank, role, method) for rank, message in messages.items()}
-        self._open |= calls
-        return list(calls)
+        answers = send_together([(self._processes[rank], message) for rank, message in messages.items()])
+        self._open |= {answer: Call(rank, role, method) for answer, rank in zip(answers, messages, strict=True)}
+        return answers
 
     def wait_for_all(self, look: Callable[[], None]) -> None:
         """Wait for all open calls. Raises CallsFailed."""

@@ -7,6 +7,7 @@ failures, heartbeats, replicas and ends above it are the same for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -43,17 +44,39 @@ class RankProcess(Protocol):
     """The driver's end of one rank's process. Its methods return at once.
 
     info: where it runs, once it is up. ended: how it has ended, once it has. Both raise ProcessDied where the process
-    could not be started.
+    could not be started. route: processes with an equal one are sent messages together (`send_together`).
     """
 
     info: Future[ProcessInfo]
     ended: Future[str]
 
-    def send(self, message: Any) -> Future[Any]:
-        """Send a result of `Ranks.share`; the future has the rank's reply, or raises RankFailed or ProcessDied."""
+    @property
+    def route(self) -> Way: ...
 
     def kill(self) -> None:
         """Kill it and all processes of its group. Does nothing where it has ended."""
+
+
+class Way(Protocol):
+    """A way to processes; its method returns at once."""
+
+    def send(self, messages: Sequence[tuple[Any, Any]]) -> list[Future[Any]]:
+        """Send processes of this route a message each, see `send_together`."""
+
+
+def send_together(messages: Sequence[tuple[RankProcess, Any]]) -> list[Future[Any]]:
+    """Send processes a message each, in one go on every route.
+
+    A message is bytes, or a result of `Ranks.share`. The futures are in the order of the messages; each has the rank's
+    reply, or raises RankFailed or ProcessDied.
+    """
+    by_route: defaultdict[Way, list[int]] = defaultdict(list)
+    for place, (process, _) in enumerate(messages):
+        by_route[process.route].append(place)
+    answers: dict[int, Future[Any]] = {}
+    for route, places in by_route.items():
+        answers.update(zip(places, route.send([messages[place] for place in places]), strict=True))
+    return [answers[place] for place in range(len(messages))]
 
 
 class Ranks(ABC):
@@ -85,7 +108,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> Any:
-        """Return what `RankProcess.send` takes for a message to several ranks. held: the held columns in it."""
+        """Return what `send_together` takes for a message to several ranks. held: the held columns in it."""
 
     @property
     @abstractmethod

@@ -6,15 +6,19 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
+from megatron_rl.cluster.rank_messages import ProcessDied
 from megatron_rl.cluster.ray_remote_columns import CopiesHere, Want, read_ranges
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervisor_client import OF_DRIVER, LocalRankProcess, SupervisorClient
 from megatron_rl.remote_columns import Range
+
+FIRST_LOOK_S, LAST_LOOK_S = 0.05, 1.0
+"""Seconds after which replies are returned while others are missing: first, and at most."""
 
 
 class AgentRank:
@@ -50,8 +54,25 @@ class AgentRank:
         return reply
 
 
+class ToRank(NamedTuple):
+    """A message to one rank of a node. key, number: see `NodeAgent`. content: its index among the contents of the call.
+
+    wants: rows that other nodes hold and the rank needs.
+    """
+
+    key: int
+    number: int
+    content: int
+    wants: Sequence[Want]
+
+
+Answers = list[tuple[int, bytes | ProcessDied]]
+"""(index of the part, its rank's reply or how the rank has ended)."""
+
+
 class NodeAgent:
-    """Starts ranks on its node and passes messages on; `key` names a rank, `number` counts the rank's messages.
+    """Starts ranks on its node and passes messages on; `key` names a rank, `number` counts the rank's messages,
+    `call` those of the driver.
 
     run_id, modules, variables: see `Scratch.join` and `SupervisorClient`. is_own: the node is that of a Ray which the
     driver has started, and the driver's supervisor starts the ranks.
@@ -62,21 +83,49 @@ class NodeAgent:
         self._supervision = SupervisorClient(Scratch.join(run_id), modules, variables, name=name)
         self._ranks: defaultdict[int, AgentRank] = defaultdict(AgentRank)
         self._copies = CopiesHere(ray.get_runtime_context().get_node_id())
+        self._missing: dict[int, dict[asyncio.Task[bytes], int]] = {}
 
     async def start(self, key: int, local_rank: int, variables: dict[str, str]) -> ProcessInfo:
         """Start a rank and describe it once it is up; local_rank: the index of its GPU."""
-        gpus = [gpu for gpu in os.environ.get(VISIBLE_GPUS, "").split(",") if gpu]
+        gpus = visible_gpus()
         gpu = gpus[local_rank] if gpus else ""
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         process = self._supervision.start(variables, node, host, gpu, read=bytes)
         await self._ranks[key].started(process)
         return await asyncio.wrap_future(process.info)
 
-    async def send(self, key: int, number: int, message: bytes, wants: Sequence[Want] = ()) -> bytes:
-        """Return the rank's reply to a message, which needs rows that other nodes hold. Raises ProcessDied."""
-        if wants:
-            await self._copies.fetch(wants)
-        return await self._ranks[key].send(number, message)
+    async def gpus(self) -> list[str]:
+        """Return the GPUs of the node's ranks, in the form of VISIBLE_GPUS."""
+        return visible_gpus()
+
+    async def until_lost(self) -> None:
+        """Do not return: the caller sees the loss of this agent."""
+        await asyncio.Event().wait()
+
+    async def send(self, call: int, parts: Sequence[ToRank], *contents: bytes) -> Answers:
+        """Send ranks their messages, and return the replies.
+
+        It returns when all ranks have replied, or after FIRST_LOOK_S without the missing replies, which `rest` returns:
+        a rank's failure is not kept back by ranks that wait for it.
+        """
+        sending = (self._send(part, contents[part.content]) for part in parts)
+        self._missing[call] = {asyncio.create_task(each): place for place, each in enumerate(sending)}
+        return await self.rest(call, FIRST_LOOK_S)
+
+    async def rest(self, call: int, look_s: float) -> Answers:
+        """Return the replies that were missing: all of them, or after `look_s` those that have come."""
+        missing = self._missing[call]
+        done, _ = await asyncio.wait(missing, timeout=look_s)
+        answers = [(missing.pop(task), _answer(task)) for task in done]
+        if not missing:
+            del self._missing[call]
+        return answers
+
+    async def _send(self, part: ToRank, message: bytes) -> bytes:
+        """Return the rank's reply. Raises ProcessDied."""
+        if part.wants:
+            await self._copies.fetch(part.wants)
+        return await self._ranks[part.key].send(part.number, message)
 
     async def read_held(self, path: str, ranges: Sequence[Range]) -> Any:
         """Return bytes of a segment of this node end to end, as a uint8 array."""
@@ -108,3 +157,14 @@ class NodeAgent:
     async def kill(self, key: int) -> None:
         """Kill a rank."""
         (await self._ranks[key].process()).kill()
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that Ray has given this process."""
+    return [gpu for gpu in os.environ.get(VISIBLE_GPUS, "").split(",") if gpu]
+
+
+def _answer(task: asyncio.Task[bytes]) -> bytes | ProcessDied:
+    """Return the result of a task, or a ProcessDied that it has raised; raise its other errors."""
+    error = task.exception()
+    return error if isinstance(error, ProcessDied) else task.result()

@@ -33,7 +33,7 @@ from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
 from megatron_rl.cluster.failures import FailureDomain, RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.heartbeat import HeartbeatMonitor
-from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks, send_together
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.rank_messages import ProcessDied, dumps, packed
@@ -242,10 +242,11 @@ class ProcessPool:
         options, ranks = self._options, self._ranks
         nodes = {process.node_id for process in numbered}
         numbered += [process for process in processes if process.node_id not in nodes]
-        listening = started[0].send(dumps(("listen_for_ranks", (node_addresses(processes, numbered)[0],))))
-        yield WaitStep("first ranks", "listened", [listening])
+        listen = dumps(("listen_for_ranks", (node_addresses(processes, numbered)[0],)))
+        listening = send_together([(started[0], listen)])
+        yield WaitStep("first ranks", "listened", listening)
         with self._needing_processes():
-            variables = place_variables(processes, listening.result(), numbered)
+            variables = place_variables(processes, listening[0].result(), numbered)
         if options.sees_node:
             variables = [place | gpus for place, gpus in zip(variables, gpu_variables(processes), strict=True)]
         only_here = all(process.is_local for process in processes)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -18,20 +15,18 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.agent_route import AgentRoute, Shared
+from megatron_rl.cluster.launcher import RankProcess, Ranks
 from megatron_rl.cluster.left_out_gpus import LeftOutGpus
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.node_agent import NodeAgent
-from megatron_rl.cluster.rank_messages import answer_of
-from megatron_rl.cluster.ray_remote_columns import ReplyToKeep, Wanted, future_of, wanted_of
+from megatron_rl.cluster.own_node import OwnNodeRoute
+from megatron_rl.cluster.ray_remote_columns import wanted_of
 from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
-from megatron_rl.cluster.stale_processes import REPLICA, RUN_ID
+from megatron_rl.cluster.stale_processes import RUN_ID
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 from megatron_rl.remote_columns import RemoteColumn
-
-INLINE_BYTES = 64 << 10
-"""Messages up to this size are sent inside the calls; larger ones are stored once for all ranks."""
 
 READY_LIMIT_S = 30.0
 """Seconds for the cluster to give a reservation that fits it; another run may be about to end."""
@@ -44,13 +39,6 @@ OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 
 ANSWER_LIMIT_S = 5.0
 """Seconds in which agents list the segments of their nodes; a node that takes longer does not answer yet."""
-
-
-class Shared(NamedTuple):
-    """A message, or where it is stored, and the rows of remote columns in it."""
-
-    content: bytes | ObjectRef
-    wanted: Wanted
 
 
 class RayLauncher(RaySession):
@@ -147,8 +135,7 @@ class RayRanks(Ranks):
         self._session = session
         self._group: PlacementGroup | None = None
         self._was_given = False
-        self._agents: dict[int, ActorHandle] = {}
-        self._keys = itertools.count()
+        self._routes: dict[int, AgentRoute | OwnNodeRoute] = {}
 
     def __enter__(self) -> RayRanks:
         """Reserve the ranks. Raises ConfigError when the cluster does not have them within READY_LIMIT_S."""
@@ -176,11 +163,13 @@ class RayRanks(Ranks):
         return self._was_given
 
     def give_back(self) -> None:
-        agents, self._agents = self._agents, {}
+        routes, self._routes = self._routes, {}
+        for route in routes.values():
+            route.end()
         if not self.is_lost and ray.is_initialized():
-            for agent in agents.values():
-                self._session.held.forget(agent)
-                ray.kill(agent)
+            for route in routes.values():
+                self._session.held.forget(route.agent)
+                ray.kill(route.agent)
             if self._group is not None:
                 remove_placement_group(self._group)
         self._group, self._was_given = None, False
@@ -191,16 +180,11 @@ class RayRanks(Ranks):
 
     def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
         """The pool must have been entered."""
-        node = rank // self.num_ranks_per_node
-        agent, place = self._agent(node), (next(self._keys), self.local_rank(rank), dict(variables))
-        return RayRankProcess(agent, *place, self._session, lambda: self._forget(node, agent))
+        return self._route(rank // self.num_ranks_per_node).start(self.local_rank(rank), dict(variables))
 
     def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> Shared:
         self._session.held.remove_freed()
-        wanted = wanted_of(held)
-        if len(message) <= INLINE_BYTES:
-            return Shared(message, wanted)
-        return Shared(ray.put(numpy.frombuffer(message, numpy.uint8)), wanted)  # Ray would copy bytes
+        return Shared(message, wanted_of(held))
 
     @property
     def address(self) -> str:
@@ -215,20 +199,25 @@ class RayRanks(Ranks):
     def run_id(self) -> str:
         return self._session.run_id
 
-    def _agent(self, node: int) -> ActorHandle:
-        """Return the agent of a node's bundle; it holds the bundle's GPUs."""
-        if node not in self._agents:
+    def _route(self, node: int) -> AgentRoute | OwnNodeRoute:
+        """Return the way to the ranks of a node's bundle, whose GPUs an agent holds."""
+        if node not in self._routes:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
             own_gpu = OWN_GPU_ONLY if "GPU" in self._bundle else {}
             num_gpus = self._bundle.get("GPU", 0) * self.num_ranks_per_node
-            self._agents[node] = make_agent(self._session, strategy, num_gpus, own_gpu)
-        return self._agents[node]
+            agent = make_agent(self._session, strategy, num_gpus, own_gpu)
+            lost = partial(self._forget, node, agent)
+            if self._session.is_alone:
+                self._routes[node] = OwnNodeRoute(agent, self._session, num_gpus > 0, lost)
+            else:
+                self._routes[node] = AgentRoute(agent, self._session, lost)
+        return self._routes[node]
 
     def _forget(self, node: int, agent: ActorHandle) -> None:
         """Have the next start on a node make an agent again, as this one is gone."""
         self._session.held.forget(agent)
-        if self._agents.get(node) is agent:
-            del self._agents[node]
+        if node in self._routes and self._routes[node].agent is agent:
+            del self._routes[node]
 
     def _reserve(self) -> None:
         """Raises ConfigError: soon where the cluster is too small, after a longer wait where it is occupied."""
@@ -254,45 +243,6 @@ class RayRanks(Ranks):
     def _shortage(self) -> str:
         living = self._session.left_out.without(living_nodes())
         return shortage(living, [self._size, *self._others], self._bundle)
-
-
-class RayRankProcess:
-    """A rank that an agent has started (see `launcher.RankProcess`). lost: called when the agent is gone."""
-
-    def __init__(
-        self,
-        agent: ActorHandle,
-        key: int,
-        local_rank: int,
-        variables: dict[str, str],
-        session: RaySession,
-        lost: Callable[[], None],
-    ) -> None:
-        self._agent, self._key, self._session = agent, key, session
-        self._may_be_lost = REPLICA in variables
-        self._numbers = itertools.count()
-        self.info: Future[ProcessInfo] = future_of(agent.start.remote(key, local_rank, variables), self._describe)
-        self.ended: Future[str] = Future()
-        ended = future_of(agent.end_of.remote(key), lost=lost)
-        ended.add_done_callback(lambda done: self.ended.set_result(str(done.exception() or done.result())))
-
-    def send(self, message: Any) -> Future[Any]:
-        held, number = self._session.held, next(self._numbers)
-        content, wanted = message if isinstance(message, Shared) else (message, [])
-        wants = held.wants(wanted, self.info.result().node_id) if wanted else []
-        reply = self._agent.send.remote(self._key, number, content, wants)
-        if self._may_be_lost:
-            return ReplyToKeep(future_of(reply), held).kept
-        return future_of(reply, partial(answer_of, files=held))
-
-    def _describe(self, process: ProcessInfo) -> ProcessInfo:
-        self._session.held.note(process.node_id, self._agent, lasts=not self._may_be_lost)
-        return self._session.describe(process)
-
-    def kill(self) -> None:
-        # Without Ray it is gone, and a call would start Ray again, or wait for a server that is gone.
-        if ray.is_initialized() and not self._session.is_lost:
-            self._agent.kill.remote(self._key)
 
 
 def make_agent(

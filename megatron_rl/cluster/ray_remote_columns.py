@@ -171,6 +171,20 @@ def future_of(
     return future
 
 
+def read_future(reply: Future[Any], read: Callable[[Any], Any]) -> Future[Any]:
+    """Return the future of what `read` makes of a result; whatever fails is its failure."""
+    future: Future[Any] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        try:
+            future.set_result(read(done.result()))
+        except Exception as error:
+            future.set_exception(error)
+
+    reply.add_done_callback(pass_on)
+    return future
+
+
 class ReplyToKeep:
     """A reply of ranks that the run may lose: its columns move to a node that stays, before the reply counts.
 

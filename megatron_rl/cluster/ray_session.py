@@ -80,7 +80,7 @@ class RaySession:
         self._supervision: SupervisorClient | None = None
         self._monitor: DaemonMonitor | None = None  # None if this process had initialised Ray before
         self._variables: dict[str, str] = {}  # Ray's variables before the start
-        self._node_id = ""
+        self.node_id = ""
         self._nodes_of_ranks: set[str] = set()
         self.held = RayRemoteColumns()
 
@@ -91,7 +91,7 @@ class RaySession:
             self._supervision = SupervisorClient(scratch, modules, self.import_variables, owns_run=True)
             if not ray.is_initialized():
                 self._start(self._supervision)
-            self._node_id = ray.get_runtime_context().get_node_id()
+            self.node_id = ray.get_runtime_context().get_node_id()
         except BaseException as error:
             self._release(error)
             raise
@@ -115,8 +115,7 @@ class RaySession:
     @property
     def scratch(self) -> Scratch:
         """The run's scratch folder here."""
-        assert self._supervision is not None, "the session was not entered"
-        return self._supervision.scratch
+        return self.supervision.scratch
 
     @property
     def run_id(self) -> str:
@@ -125,8 +124,23 @@ class RaySession:
 
     def describe(self, process: ProcessInfo) -> ProcessInfo:
         """Note where a process runs, and whether that is this node."""
-        self._nodes_of_ranks.add(process.node_id)
-        return replace(process, is_local=process.node_id == self._node_id)
+        self.note_node(process.node_id)
+        return replace(process, is_local=process.node_id == self.node_id)
+
+    def note_node(self, node_id: str) -> None:
+        """Note that a node has ranks."""
+        self._nodes_of_ranks.add(node_id)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether Ray has no other node than this one, and none can join: Ray was started for this process."""
+        return self.is_own and len(ray.nodes()) == 1
+
+    @property
+    def supervision(self) -> SupervisorClient:
+        """The client of the run's supervisor here."""
+        assert self._supervision is not None, "the session was not entered"
+        return self._supervision
 
     def _start(self, supervision: SupervisorClient) -> None:
         address = _address()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import how_ended, kill_group
-from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
+from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo, Way
 from megatron_rl.cluster.loading import COMPILED, folder_of_ranks, import_path
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import Scratch
@@ -99,21 +99,46 @@ class SupervisorClient:
         Raises WorkerFailure if the supervisor is gone.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
+        process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host), read or READ_HERE)
+        self._request(process, theirs, variables, gpu)
+        return process
+
+    def start_with(
+        self, gpu: Future[str], variables: Mapping[str, str], node_id: str, host: str, read: Callable[[bytes], Any]
+    ) -> LocalRankProcess:
+        """Start a rank as `start` does, once its GPU is known; what fails until then is how the process has ended."""
+        ours, theirs = socket.socketpair()
+        process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host), read)
+
+        def known(found: Future[str]) -> None:
+            try:
+                self._request(process, theirs, variables, found.result())
+            except (ProcessDied, WorkerFailure) as error:
+                theirs.close()
+                process.end_unstarted(str(error))
+
+        gpu.add_done_callback(known)
+        return process
+
+    def _request(self, process: LocalRankProcess, pipe: socket.socket, variables: Mapping[str, str], gpu: str) -> None:
+        """Ask for a process at the other end of its pipe, unless it was killed meanwhile.
+
+        Raises WorkerFailure if the supervisor is gone.
+        """
+        with pipe:
+            if not process.may_start(gpu):
+                return
             log = self.scratch.folder / f"rank_{variables['RANK']}_{time.time_ns()}.log"
             place = {"TMPDIR": str(self.scratch.folder), COMPILED: os.environ.get(COMPILED, folder_of_ranks())}
             seen = {VISIBLE_GPUS: gpu} if gpu else {}
             request = json.dumps({"start": {**place, **variables, **seen}, "log": str(log)}).encode()
-            info, read = partial(ProcessInfo, node_id=node_id, host=host, gpus=gpu), read or READ_HERE
-            process = LocalRankProcess(ours, info, read)
             with self._requests:
                 self._starting.append(process)
                 try:
-                    socket.send_fds(self._control, [request], [theirs.fileno()])
+                    socket.send_fds(self._control, [request], [pipe.fileno()])
                 except OSError:
                     self._starting.pop()
                     raise WorkerFailure("the supervisor of this machine's ranks is gone; start the run again") from None
-        return process
 
     def watch(self, pids: Sequence[int]) -> None:
         """Have processes killed when this process ends."""
@@ -169,10 +194,23 @@ class SupervisorClient:
             process.end(signal.SIGKILL)
 
 
+class Pipes:
+    """The route to ranks of this machine: each has a pipe of its own."""
+
+    def send(self, messages: Sequence[tuple[LocalRankProcess, bytes]]) -> list[Future[Any]]:
+        return [process.send(message) for process, message in messages]
+
+
+PIPES = Pipes()
+
+
 class LocalRankProcess:
     """A rank on this machine (see `launcher.RankProcess`)."""
 
-    def __init__(self, pipe: socket.socket, info: Callable[[int], ProcessInfo], read: Callable[[bytes], Any]) -> None:
+    def __init__(self, pipe: socket.socket, info: Callable[..., ProcessInfo], read: Callable[[bytes], Any]) -> None:
+        self.route: Way = PIPES
+        self._gpu: str | None = None  # until the process is asked for
+        self._reason = ""
         self.info: Future[ProcessInfo] = Future()
         self.ended: Future[str] = Future()
         self._describe, self._read_reply = info, read
@@ -195,26 +233,43 @@ class LocalRankProcess:
             self._writer.submit(self._write, message)
         return answer
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
+        """Kill it; reason: the message of its failed calls, in place of the signal."""
         with self._changing:
-            self._kills = True
+            self._kills, self._reason = True, self._reason or reason
             if self.info.done() and not self.ended.done():
                 kill_group(self.info.result().pid)
+        self.end_unstarted(reason or "it was killed before its start")
+
+    def may_start(self, gpu: str) -> bool:
+        """Note that the process is asked for, with this GPU; returns whether it may be."""
+        with self._changing:
+            if not self.ended.done():
+                self._gpu = gpu
+        return self._gpu is not None
 
     def begin(self, pid: int) -> None:
         """Note that the process is up."""
         with self._changing:
-            self.info.set_result(self._describe(pid))
+            self.info.set_result(self._describe(pid, gpus=self._gpu))
             if self._kills:
                 kill_group(pid)
 
     def end(self, status: int) -> None:
         """Note how the process has ended, as `os.waitpid` says."""
-        how = f"it {how_ended(os.waitstatus_to_exitcode(status))}"
         with self._changing:
-            self.ended.set_result(how)
-            if not self.info.done():
-                self.info.set_exception(ProcessDied(how))
+            self._end(self._reason or f"it {how_ended(os.waitstatus_to_exitcode(status))}")
+
+    def end_unstarted(self, how: str) -> None:
+        """Note why the process does not start, unless it was asked for or this has been said."""
+        with self._changing:
+            if self._gpu is None and not self.ended.done():
+                self._end(how)
+
+    def _end(self, how: str) -> None:
+        self.ended.set_result(how)
+        if not self.info.done():
+            self.info.set_exception(ProcessDied(how))
         with suppress(OSError):  # its children may hold the other end open
             self._pipe.shutdown(socket.SHUT_RDWR)
         self._writer.shutdown(wait=False, cancel_futures=True)
