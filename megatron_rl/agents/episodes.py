@@ -208,18 +208,24 @@ class LiveEpisodes(Episodes):
         self._jobs_of.setdefault(new.number, []).append(job)
         self._environments.play(job, TurnJob(new.number, episode.row, tuple(episode.played), new.turn, opening))
 
+    def _close(self, job: int) -> _OpenTurn:
+        turn = self._open.pop(job)
+        jobs = self._jobs_of[turn.number]
+        jobs.remove(job)
+        if not jobs:
+            del self._jobs_of[turn.number]
+        return turn
+
     def forget(self, number: int) -> None:
         for job in self._jobs_of.pop(number, ()):
-            self._open.pop(job, None)
+            del self._open[job]
         self._failed = [(known, reply) for known, reply in self._failed if known != number]
         self._environments.forget(number)
 
     def _replies(self, waits: bool) -> list[tuple[int, Reply]]:
         failed, self._failed = self._failed, []
         answers = self._environments.take(waits and not failed)
-        known = [(self._open.pop(job), answer) for job, answer in answers if job in self._open]
-        for turn, _ in known:
-            self._jobs_of.pop(turn.number, None)
+        known = [(self._close(job), answer) for job, answer in answers if job in self._open]
         return failed + [(known.number, self._reply(known, answer)) for known, answer in known]
 
     def _reply(self, known: _OpenTurn, answer: Answer) -> Reply:
