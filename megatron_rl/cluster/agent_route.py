@@ -68,28 +68,28 @@ class AgentRoute:
         self._take(call, self.agent.send.remote(call, parts, *contents), replies, FIRST_LOOK_S)
         return [process.read(reply) for (process, _), reply in zip(messages, replies, strict=True)]
 
-    def _take(self, call: int, answers: ObjectRef, replies: list[Future[bytes]], look_s: float) -> None:
+    def _take(self, call: int, answering: ObjectRef, replies: list[Future[bytes]], look_s: float) -> None:
         """Pass replies on as the agent returns them, and ask for those that are missing."""
 
         def take(done: Future[Answers]) -> None:
             try:
-                found = done.result()
+                answers = done.result()
             except Exception as error:
                 for reply in replies:
                     if not reply.done():
                         reply.set_exception(error)
                 return
             # Without Ray the rest will not come, and a call would start Ray again.
-            if sum(not reply.done() for reply in replies) > len(found) and ray.is_initialized():
+            if sum(not reply.done() for reply in replies) > len(answers) and ray.is_initialized():
                 longer = min(LAST_LOOK_S, 2 * look_s)
                 self._take(call, self.agent.rest.remote(call, longer), replies, longer)
-            for place, answer in found:
+            for place, answer in answers:
                 if isinstance(answer, ProcessDied):
                     replies[place].set_exception(answer)
                 else:
                     replies[place].set_result(answer)
 
-        future_of(answers, lost=self.lost).add_done_callback(take)
+        future_of(answering, lost=self.lost).add_done_callback(take)
 
 
 class RayRankProcess:

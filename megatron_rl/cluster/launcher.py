@@ -108,7 +108,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> Any:
-        """Return what `send_together` takes for a message to several ranks. held: the held columns in it."""
+        """Return a message to several ranks in the form that `send_together` takes. held: the held columns in it."""
 
     @property
     @abstractmethod

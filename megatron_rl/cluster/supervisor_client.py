@@ -110,14 +110,14 @@ class SupervisorClient:
         ours, theirs = socket.socketpair()
         process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host), read)
 
-        def known(found: Future[str]) -> None:
+        def ask(assigned: Future[str]) -> None:
             try:
-                self._request(process, theirs, variables, found.result())
+                self._request(process, theirs, variables, assigned.result())
             except (ProcessDied, WorkerFailure) as error:
                 theirs.close()
                 process.end_unstarted(str(error))
 
-        gpu.add_done_callback(known)
+        gpu.add_done_callback(ask)
         return process
 
     def _request(self, process: LocalRankProcess, pipe: socket.socket, variables: Mapping[str, str], gpu: str) -> None:

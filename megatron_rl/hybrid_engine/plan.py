@@ -330,7 +330,7 @@ def route(members: Sequence[Member], holders: Sequence[int], receivers: Sequence
 
 
 def fetchers(members: Sequence[Member], tp_rank: int, group: Sequence[int]) -> Sequence[int]:
-    """Those of a node's receivers of which one fetches a piece: at the TP coordinate of its first holder, or all."""
+    """Return the receivers of a node that may fetch a piece: those at the TP coordinate of its first holder, or all."""
     return [receiver for receiver in group if members[receiver].tp_rank == tp_rank] or group
 
 

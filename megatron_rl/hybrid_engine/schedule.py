@@ -138,7 +138,7 @@ Piecewise = TypeVar("Piecewise", Fragment, CountedFragment)
 
 
 class Ends(Protocol):
-    """What knows the slots of a piece at both ends: a whole plan, or one that only counts."""
+    """The slots of a piece at both ends, by a whole plan or by one that only counts."""
 
     def source_slot(self, piece: Piece) -> Slot:
         """The slot from which the sender reads a piece."""

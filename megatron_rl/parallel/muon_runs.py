@@ -19,8 +19,8 @@ def runs_in_bucket(start: int, stop: int, numel: int, size: int) -> tuple[Interv
     empty run.
     """
     share = numel // size
-    found = []
+    runs = []
     for rank in range(size):
         low, high = max(start, rank * share), min(stop, (rank + 1) * share)
-        found.append((low - start, high - start) if low < high else (0, 0))
-    return tuple(found)
+        runs.append((low - start, high - start) if low < high else (0, 0))
+    return tuple(runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -17,7 +18,8 @@ from megatron_rl.planning.exchange_counts import ExchangeCounts, packed_bytes
 class EightBitTransition:
     """The three exchanges of one group: of codes, of scales, and of what stays.
 
-    specs: of the model. members: the group with its shards in training's buffers. element: bytes.
+    specs: parameters of the model. members: the group with its shards in training's buffers. element: bytes of a
+    plain weight.
     """
 
     def __init__(self, specs: Mapping[str, ParamSpec], members: Sequence[Member], block: int, element: int) -> None:
@@ -52,10 +54,10 @@ class EightBitTransition:
     @cached_property
     def own_bytes(self) -> list[int]:
         """Bytes of the codes and scales of each member's training shards."""
-        codes, scales = ([self._own_numel(member) for member in counts.members] for _, counts in self.moved[:2])
-        return [
-            CODE_BYTES * of_codes + SCALE_BYTES * of_scales for of_codes, of_scales in zip(codes, scales, strict=True)
-        ]
+        of_codes, of_scales = (
+            [size * self._own_numel(member) for member in counts.members] for size, counts in self.moved[:2]
+        )
+        return list(map(operator.add, of_codes, of_scales))
 
     @staticmethod
     def _own_numel(member: Member) -> int:

@@ -47,7 +47,7 @@ class TensorClass(NamedTuple):
 
 
 class ExchangeCounts:
-    """What one exchange moves inside an exchange group, as numbers; members are known by their places in `members`."""
+    """The numbers of one exchange inside an exchange group. A member is named by its place in `members`."""
 
     def __init__(
         self, tensors: Mapping[str, LogicalTensor], members: Sequence[Member], *, drop_train_weights: bool = False
@@ -105,13 +105,13 @@ class ExchangeCounts:
                 if id(slot.shard) not in known:
                     known[id(slot.shard)] = same.setdefault(slot.shard, len(same))
                 holding[name].append((number, known[id(slot.shard)]))
-        found: dict[object, TensorClass] = {}
+        classes: dict[object, TensorClass] = {}
         for name, holders in holding.items():
             key = self.tensors[name].alike, tuple(holders)
-            if key not in found:
-                found[key] = TensorClass(self.tensors[name], [], self._cut(name), len(found))
-            found[key].names.append(name)
-        return list(found.values())
+            if key not in classes:
+                classes[key] = TensorClass(self.tensors[name], [], self._cut(name), len(classes))
+            classes[key].names.append(name)
+        return list(classes.values())
 
     def _cut(self, name: str) -> dict[Cut, list[int]]:
         """Return the pieces of one tensor, with the members that take them."""
@@ -223,7 +223,7 @@ class ExchangeCounts:
     def _hops(self, alike: TensorClass, number: int) -> list[Found]:
         """Return the pieces of a class that a member sends or receives."""
         if (alike.at, number) not in self._of_member:
-            found = self._of_member[alike.at, number] = []
+            pieces = self._of_member[alike.at, number] = []
             nodes = [member.node for member in self.members]
             for (segment, box, having), takers in alike.pieces.items():
                 if number in having or number in takers:
@@ -231,7 +231,7 @@ class ExchangeCounts:
                     if number not in having:  # it sends to ranks of its node alone
                         lacking = [taker for taker in lacking if nodes[taker] == nodes[number]]
                     hops = route(self.members, having, lacking)
-                    found += [(segment, box, hop) for hop in hops if number in (hop.source, hop.dest)]
+                    pieces += [(segment, box, hop) for hop in hops if number in (hop.source, hop.dest)]
         return self._of_member[alike.at, number]
 
 

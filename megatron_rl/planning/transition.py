@@ -62,7 +62,7 @@ class TransitionPlan:
     def _in_place(
         cls, models: RunModels, moved: Sequence[tuple[int, ExchangeCounts]], model_bytes: int
     ) -> TransitionPlan:
-        """Count exchanges of which each has its bytes of an element. model_bytes: of the whole model, as they move."""
+        """Return the plan of exchanges. moved: (bytes of an element, counts) of each. model_bytes: of a whole model."""
         network, link = [], []
         for number in range(len(moved[0][1].members)):
             network.append(sum(size * counts.network_numels[number] for size, counts in moved))

@@ -134,13 +134,13 @@ class FlatBuffer:
 
     def muon_numels(self, specs: Mapping[str, ParamSpec], size: int) -> list[int]:
         """Return the elements that Muon updates on each of `size` ranks, which have equal parts of every bucket."""
-        found, stops = [0] * size, self.stops or (self.numel,)
+        numels, stops = [0] * size, self.stops or (self.numel,)
         for name, start in self.offsets:
             if is_muon_matrix(name, specs[name].tensor):
                 begin, stop = bucket_around(stops, start)
                 runs = runs_in_bucket(start - begin, start - begin + self.numels[name], stop - begin, size)
-                found = [total + length(run) for total, run in zip(found, runs, strict=True)]
-        return found
+                numels = [numel + length(run) for numel, run in zip(numels, runs, strict=True)]
+        return numels
 
     @cached_property
     def numels(self) -> dict[str, int]:

@@ -72,7 +72,7 @@ class AdamState:
         """`optimizer`: Megatron's, of which dense layers and experts have one part each."""
         self._parts = optimizer.chained_optimizers
         self.muon: Sequence[ShardedMuon] = ()
-        """Those that update the layers' matrices in Adam's place."""
+        """Muon optimizers of the layers' matrices, which Adam passes over."""
 
     def since_first_step(self) -> list[torch.Tensor]:
         """Tensors that the first step makes: both moments of every parameter, and copies of gradients on the host."""

@@ -68,15 +68,15 @@ class ShardedMuon:
             self._round(self._matrices[first : first + size])
 
     def _round(self, matrices: Sequence[CutMatrix]) -> None:
-        """One matrix for each data-parallel rank, or fewer; all elements of a matrix are sent once there and back."""
+        """Update at most one matrix for each data-parallel rank. Its elements travel to the owner and back once."""
         size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         pieces = [self._momentum(matrix) for matrix in matrices]
         lengths = [len(piece) for piece in pieces] + [0] * (size - len(matrices))
-        own = matrices[rank] if rank < len(matrices) else None
-        of_ranks = [0] * size if own is None else [stop - start for start, stop in own.runs]
+        owned = matrices[rank] if rank < len(matrices) else None
+        of_ranks = [0] * size if owned is None else [stop - start for start, stop in owned.runs]
         whole = self._exchange(torch.cat(pieces), lengths, of_ranks)
-        if own is not None:
-            whole = self._orthogonal(own, whole.view(own.shards[own.tp_rank].shape)).flatten()
+        if owned is not None:
+            whole = self._orthogonal(owned, whole.view(owned.shards[owned.tp_rank].shape)).flatten()
         updates = self._exchange(whole, of_ranks, lengths).split(lengths[: len(matrices)])
         for matrix, update in zip(matrices, updates, strict=True):
             if matrix.main is not None:
@@ -97,9 +97,9 @@ class ShardedMuon:
     def _exchange(self, sent: Tensor, lengths: list[int], received: list[int]) -> Tensor:
         if len(lengths) == 1:
             return sent
-        found = sent.new_empty(sum(received))
-        dist.all_to_all_single(found, sent, received, lengths, group=self._group)
-        return found
+        arrived = sent.new_empty(sum(received))
+        dist.all_to_all_single(arrived, sent, received, lengths, group=self._group)
+        return arrived
 
     def _orthogonal(self, matrix: CutMatrix, shard: Tensor) -> Tensor:
         """Return the update of this TP rank's shard [n, m], or of a stack of experts [E, n, m]."""
@@ -115,11 +115,11 @@ class ShardedMuon:
         for numbers in self._joined(tensor.segments, tensor.name):
             wholes = [segment_of(number, held, shards) for number in numbers]
             stacked = self._scaled(torch.cat([whole for whole, _ in wholes], dim))
-            parts = stacked.split([whole.shape[dim] for whole, _ in wholes], dim)
-            for number, found, (_, first) in zip(numbers, parts, wholes, strict=True):
+            updates = stacked.split([whole.shape[dim] for whole, _ in wholes], dim)
+            for number, whole, (_, first) in zip(numbers, updates, wholes, strict=True):
                 for part in mine.parts:
                     if part.segment == number:
-                        update[part.index] = found[index_after(first, part.box)]
+                        update[part.index] = whole[index_after(first, part.box)]
         return update
 
     def _joined(self, segments: Sequence[Segment], name: str) -> list[list[int]]:
@@ -149,7 +149,7 @@ def segment_of(number: int, held: Sequence[Shard], shards: Sequence[Tensor]) -> 
 
 
 def index_after(first: Sequence[int], box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """The index of a box in a tensor that begins at `first`."""
+    """Return the index of a box in a tensor that begins at `first`."""
     return tuple(slice(low - at, high - at) for at, (low, high) in zip(first, box, strict=True))
 
 

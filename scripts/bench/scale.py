@@ -1,4 +1,6 @@
-"""What many ranks cost their driver: small ranks under the real pool, local launcher, supervisor and heartbeats.
+"""Measure the cost of many ranks for their driver.
+
+Small ranks run under the real pool, local launcher, supervisor and heartbeats.
 
     python scripts/bench/scale.py [--ranks 64 128 256] [--json FILE]
 
@@ -103,36 +105,36 @@ def longest_silence(pool: ProcessPool, seconds: float) -> float:
 
 def one_size(num_ranks: int, rounds: int, listen_s: float = 10.0) -> dict[str, float]:
     """Start the ranks, call them, hear them for a while, lose one, start them again, end them."""
-    found: dict[str, float] = {"ranks": num_ranks}
+    row: dict[str, float] = {"ranks": num_ranks}
     rows = torch.arange(num_ranks * ROWS_PER_RANK, dtype=torch.float32)
     batch = Batch(scores=rows)
-    own = psutil.Process()
+    driver = psutil.Process()
     with (
         LocalLauncher("cpu", (SmallHost.__module__,), ENVIRONMENT) as launcher,
         launcher.reserve(PoolSize(1, num_ranks)) as ranks,
     ):
         start, cpu = time.perf_counter(), time.process_time()
         with rank_pool(ranks) as pool:
-            found |= {"start_s": time.perf_counter() - start, "start_cpu_s": time.process_time() - cpu}
-            found |= cpu_of_start(pool.pids)
+            row |= {"start_s": time.perf_counter() - start, "start_cpu_s": time.process_time() - cpu}
+            row |= cpu_of_start(pool.pids)
             host = pool.host(SmallHost)
             for name, call in (("noop", lambda: host.noop().get()), ("rows", lambda: host.scores(batch).get())):
                 call()
-                found |= {f"{name}_{unit}": value for unit, value in measured(call, rounds).items()}
+                row |= {f"{name}_{unit}": value for unit, value in measured(call, rounds).items()}
             assert torch.equal(host.scores(batch).get()["scores"], rows + 1)
-            found["silence_s"] = longest_silence(pool, listen_s)
-            found["driver_mib"] = own.memory_info().rss / MIB
-            found["ranks_mib"] = memory_mib([psutil.Process(pid) for pid in pool.pids])
-            found["notice_s"] = notice(pool, num_ranks // 2)
+            row["silence_s"] = longest_silence(pool, listen_s)
+            row["driver_mib"] = driver.memory_info().rss / MIB
+            row["ranks_mib"] = memory_mib([psutil.Process(pid) for pid in pool.pids])
+            row["notice_s"] = notice(pool, num_ranks // 2)
             begun = time.perf_counter()
         with rank_pool(ranks) as pool:
             pool.host(SmallHost).noop().get()
-            found["repair_s"] = time.perf_counter() - begun
+            row["repair_s"] = time.perf_counter() - begun
             begun = time.perf_counter()
-    found["end_s"] = time.perf_counter() - begun
-    if left := own.children(recursive=True):
+    row["end_s"] = time.perf_counter() - begun
+    if left := driver.children(recursive=True):
         raise RuntimeError(f"{len(left)} processes are left")
-    return found
+    return row
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
@@ -140,10 +142,10 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
-def exponents(found: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
-    """Return the exponents of curves over the number of ranks."""
-    sizes = [row["ranks"] for row in found]
-    return {name: exponent(sizes, [row[name] for row in found]) for name in names}
+def exponents(rows: Sequence[Mapping[str, float]], names: Sequence[str], over: str = "ranks") -> dict[str, float]:
+    """Return the exponents of curves. over: the name of the size."""
+    sizes = [row[over] for row in rows]
+    return {name: exponent(sizes, [row[name] for row in rows]) for name in names}
 
 
 def main() -> None:
@@ -152,14 +154,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    found = []
+    rows = []
     for num_ranks in options.ranks:
-        found.append(one_size(num_ranks, options.rounds))
-        print("  ".join(f"{name} {value:.5g}" for name, value in found[-1].items()), flush=True)
+        rows.append(one_size(num_ranks, options.rounds))
+        print("  ".join(f"{name} {value:.5g}" for name, value in rows[-1].items()), flush=True)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
-    if len(found) > 1:
-        print("exponents: ", "  ".join(f"{name} {value:.2f}" for name, value in exponents(found, COUNTED).items()))
+            options.json.write_text(json.dumps(rows, indent=1))
+    if len(rows) > 1:
+        print("exponents: ", "  ".join(f"{name} {value:.2f}" for name, value in exponents(rows, COUNTED).items()))
 
 
 if __name__ == "__main__":

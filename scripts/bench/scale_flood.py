@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from scale import MIB, exponent
+from scale import MIB, exponents
 
 from megatron_rl.agents.as_json import Answer
 from megatron_rl.agents.environment_host import TurnJob
@@ -116,17 +116,17 @@ def flood(num: int, num_turns: int, num_away: int = 0) -> dict[str, float]:
     """Play a batch of episodes; return what it costs."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "schedule.jsonl"
-        journal, own = Journal(file), psutil.Process()
-        queue, before = flooded(num, num_turns, journal, num_away), own.memory_info().rss
+        journal, driver = Journal(file), psutil.Process()
+        queue, before = flooded(num, num_turns, journal, num_away), driver.memory_info().rss
         start = time.process_time()
         play(queue)
         cpu_s = time.process_time() - start
-        grown = own.memory_info().rss - before
+        grown = driver.memory_info().rss - before
         rows, _ = queue.batch(1)
         journal.close()
         assert bool((rows["environment_rewards"] == num_turns * OBSERVATION.reward).all())
-        found = {"episodes": num, "turns": num * num_turns, "cpu_s": cpu_s, "journal_bytes": file.stat().st_size}
-        return found | {"lines": journal.num_lines, "grown_mib": grown / MIB, "rss_mib": own.memory_info().rss / MIB}
+        costs = {"episodes": num, "turns": num * num_turns, "cpu_s": cpu_s, "journal_bytes": file.stat().st_size}
+        return costs | {"lines": journal.num_lines, "grown_mib": grown / MIB, "rss_mib": driver.memory_info().rss / MIB}
 
 
 def main() -> None:
@@ -135,19 +135,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--away", type=float, default=0.0, help="share of the episodes")
     options = parser.parse_args()
-    found = []
+    rows = []
     for num in options.episodes:
-        found.append(row := flood(num, options.turns, int(options.away * num)))
+        rows.append(row := flood(num, options.turns, int(options.away * num)))
         print(
             f"{num} episodes: {row['turns'] / row['cpu_s']:.0f} turns a CPU second, {row['grown_mib']:.0f} MiB grown, "
             f"{row['rss_mib']:.0f} in all, journal {row['journal_bytes'] / row['turns']:.0f} bytes and "
             f"{row['lines'] / row['turns']:.2f} lines a turn",
             flush=True,
         )
-    if len(found) > 1:
-        sizes = [row["episodes"] for row in found]
-        names = ("cpu_s", "journal_bytes", "grown_mib")
-        print("exponents:", {name: round(exponent(sizes, [row[name] for row in found]), 2) for name in names})
+    if len(rows) > 1:
+        curves = exponents(rows, ("cpu_s", "journal_bytes", "grown_mib"), over="episodes")
+        print("exponents:", {name: round(value, 2) for name, value in curves.items()})
 
 
 if __name__ == "__main__":

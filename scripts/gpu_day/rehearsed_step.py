@@ -25,7 +25,7 @@ ONLY_A_GPU = {
 }
 
 FEWER = {"s15_varlen": {"CASES": slice(None, None, 4)}}
-"""Of these lists a part is rehearsed: each kind of heads and each window, in a third of the time."""
+"""Step -> its lists that are rehearsed in part: each kind of heads and each window, in a third of the time."""
 
 
 def run(file: Path, figures: dict[str, Any]) -> None:

@@ -45,11 +45,11 @@ def test_a_flood_of_episodes_costs_the_driver_as_many_lines_and_calls_as_it_has_
 
         sys.setprofile(count)
         try:
-            found.append(flood(num, 4, int(share_away * num)) | {"calls": calls[0], "ranks": num})
+            found.append(flood(num, 4, int(share_away * num)) | {"calls": calls[0]})
         finally:
             sys.setprofile(None)
     assert found[1]["lines"] < 1.3 * found[1]["turns"]
-    assert max(exponents(found, ("journal_bytes", "calls", "lines")).values()) < 1.1
+    assert max(exponents(found, ("journal_bytes", "calls", "lines"), over="episodes").values()) < 1.1
 
 
 def test_an_episode_that_ends_costs_the_same_however_many_are_open() -> None:
