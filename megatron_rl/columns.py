@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-Shape = Literal["token", "sampled token", "row", "answer"]
+Shape = Literal["token", "sampled token", "row", "answer", "image", "image token", "patch"]
 """What a column has an element for. token: ragged [B, (L)], every token of a row. sampled token: ragged [B, (N)], the N
 tokens of a row where the column `sampled` is True. row: [B]. answer: ragged [B, (n)], in a batch of responses that a
 loss compares: a row has all responses to one prompt, each with the prompt before it, so that no split separates
-them."""
+them. image, image token, patch: ragged, every image of a row, every placeholder of its images, every patch of them."""
 
 SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE = "scoring", "actor.log_probs", "actor.update", "critic.update"
+IMAGE_FEATURES = "actor.image_features"
+"""The pass over images, before all others: rows without tokens."""
 """Passes of model roles. SCORING: every pass without gradients but the actor's own, which may replay experts."""
 PASSES = (SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE)
 LOG_PROBS_AT = "teacher.log_probs_at"
@@ -41,7 +43,7 @@ class Column:
     @property
     def is_held(self) -> bool:
         """Whether ranks alone read it, so that it may stay on their nodes (`remote_columns`)."""
-        return bool(self.readers) and set(self.readers) <= {*PASSES, LOG_PROBS_AT}
+        return bool(self.readers) and set(self.readers) <= {*PASSES, LOG_PROBS_AT, IMAGE_FEATURES}
 
 
 class ColumnTable(Mapping[str, Column]):
@@ -83,13 +85,17 @@ TOKEN: Shape = "token"
 DRAWN: Shape = "sampled token"
 ROW: Shape = "row"
 ANSWER: Shape = "answer"
+IMAGE: Shape = "image"
+IMAGE_TOKEN: Shape = "image token"
+PATCH: Shape = "patch"
 F32, I64, OBJECT = "float32", "int64", "object"
-PROMPT_COLUMNS = ("index", "sample", "uid", "data_source", "ground_truth", "extra_info", "raw_prompt")
+PROMPT_COLUMNS = ("index", "sample", "uid", "data_source", "ground_truth", "extra_info", "raw_prompt", "images")
 """Columns that a row has of its prompt, in addition to tokens. The controller alone reads them: no rank gets them."""
 ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
 OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
 EXPERTS = "[B, (T), layers, K]: experts of the T <= L tokens that were read, in every layer that has experts"
 NOT_READ_BEFORE = "what comes before it in its row is not read from here on; absent: a row is one conversation"
+TOWER_ROWS = "[B, (placeholders), H * (1 + D)]: the tower's row for each, with its D rows for later layers"
 MASKS = "rollout correction; mask of truncated responses"
 TASKS = "records of reward and dpo"
 TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, LOG_PROBS_AT)
@@ -105,6 +111,7 @@ COLUMNS = ColumnTable(
     Column("ground_truth", ROW, OBJECT, DATA, TASK, "the expected answer, of any type"),
     Column("extra_info", ROW, OBJECT, DATA, TASK, "the prompt's own dict"),
     Column("raw_prompt", ROW, OBJECT, DATA, TASK, "the prompt as text or messages; absent: nothing reads text"),
+    Column("images", ROW, OBJECT, DATA, ("rollout",), "an images.ImagePiece for each image; absent: rows are text"),
     Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
     Column(
         "sampled",
@@ -125,6 +132,10 @@ COLUMNS = ColumnTable(
         (METRICS,),
         "training step of the weights that sampled the token; absent: the current weights",
     ),
+    Column("image_pieces", IMAGE, I64, DATA, PASSES, "[B, (images), 4]: images.ImagePiece.numbers of each image"),
+    Column("image_grids", IMAGE, I64, DATA, (*PASSES, IMAGE_FEATURES), "[B, (images), 3]: images.Grid of each image"),
+    Column("image_features", IMAGE_TOKEN, "the model's", IMAGE_FEATURES, PASSES, TOWER_ROWS),
+    Column("image_patches", PATCH, F32, DATA, (IMAGE_FEATURES,), "[B, (patches), values]: one image in each row"),
     Column("groups", ROW, I64, "prompts", (), "equal for the responses to one prompt"),
     Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the response was cut off before its end"),
     Column("environment_rewards", ROW, F32, "rollout", ("rewards",), "the sum of the rewards of an episode's turns"),

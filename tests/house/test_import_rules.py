@@ -42,7 +42,18 @@ TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
 """Turns of episodes as plain data."""
 
 GROUND = {
-    *("errors", "plain_values", "dispatch", "device", "columns", "remote_columns", "records", "config", "observe"),
+    *(
+        "errors",
+        "plain_values",
+        "dispatch",
+        "device",
+        "columns",
+        "images",
+        "remote_columns",
+        "records",
+        "config",
+        "observe",
+    ),
     *("parallel.balance", "rollout.slices", "cluster.channel", "cluster.child_processes", "cluster.stale_processes"),
     "cluster.programs",
 }
@@ -60,14 +71,15 @@ ROOMS: dict[str, set[str]] = {
     "dispatch": set(),
     "device": set(),
     "columns": set(),
+    "images": set(),
     "remote_columns": set(),
-    "records": {"columns", "remote_columns"},
+    "records": {"columns", "images", "remote_columns"},
     "parallel.balance": set(),
     "cluster.channel": set(),
     "cluster.child_processes": {"cluster.channel"},
     "cluster.stale_processes": {"cluster.child_processes"},
     "cluster.programs": {"cluster.child_processes", "cluster.stale_processes"},
-    "rollout.slices": {"remote_columns", "records"},
+    "rollout.slices": {"images", "remote_columns", "records"},
     "plain_values": set(),
     "config": {"errors", "columns", "plain_values"},
     "observe": {"errors", "plain_values"},
@@ -82,7 +94,9 @@ ROOMS: dict[str, set[str]] = {
     **dict.fromkeys(HELD, PARTS | {"model", "hybrid_engine"}),
     "roles": PARTS | HELD | {"model", "hybrid_engine"},
     "cluster": GROUND,
-    **dict.fromkeys(SCHEDULE, {"errors", "remote_columns", "records", "rollout.slices", "observe"} | TURNS | SCHEDULE),
+    **dict.fromkeys(
+        SCHEDULE, {"errors", "images", "remote_columns", "records", "rollout.slices", "observe"} | TURNS | SCHEDULE
+    ),
     "scoring.rewards": PARTS | HELD,
     "scoring.sampled_batch": PARTS | HELD,
     "scoring.batch_scorers": PARTS | HELD | {"scoring.rewards", "scoring.sampled_batch"},
@@ -170,6 +184,7 @@ WITHOUT_TORCH = (
     "errors",
     "plain_values",
     "columns",
+    "images",
     "dispatch",
     "parallel.balance",
     "config",
