@@ -46,7 +46,7 @@ class ImagePiece(NamedTuple):
         """Its first place, its placeholders, and the two halves of its digest as signed integers of 64 bits."""
         halves = bytes.fromhex(self.digest)
         middle = DIGEST_SIZE // 2
-        low, high = (int.from_bytes(half, "big", signed=True) for half in (halves[:middle], halves[middle:]))
+        low, high = (int.from_bytes(half, "little", signed=True) for half in (halves[:middle], halves[middle:]))
         return self.first, self.num_tokens, low, high
 
 

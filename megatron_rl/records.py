@@ -320,8 +320,25 @@ def first_true(mask: torch.Tensor) -> torch.Tensor:
     return lengths.scatter_reduce(0, rows[is_true], place[is_true], "amin")
 
 
+def image_bytes(batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [T, 16]: the digest of its image for every placeholder in these rows (int64; None: all rows), else 0.
+
+    Two tokens with different bytes are different tokens, whatever their ids.
+    """
+    lengths, pieces = row_lengths(batch["input_ids"]), batch["image_pieces"]
+    if rows is not None:
+        lengths, pieces = lengths[rows], rows_of(pieces, rows)
+    first, num, low, high = pieces.values().T
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(row_lengths(pieces))
+    digests = torch.zeros(int(lengths.sum()), 2, dtype=torch.int64)
+    places = (starts + first).repeat_interleave(num) + places_in_rows(num)
+    digests[places] = torch.stack([low, high], 1).repeat_interleave(num, 0)
+    return digests.view(torch.uint8)
+
+
 def prompt_numbers(batch: Batch, experts: torch.Tensor | None = None) -> list[int]:
-    """Number the prompts of the rows: rows with the same tokens before the first sampled one have the same number.
+    """Number the prompts of the rows: rows with the same tokens before the first sampled one, and the same images in
+    them, have the same number.
 
     experts: ragged [B, (T), layers, K], to which the tokens will be sent; prompts with other experts are other prompts.
     Experts of a prompt's last token, which rows do not share, do not matter.
@@ -332,6 +349,10 @@ def prompt_numbers(batch: Batch, experts: torch.Tensor | None = None) -> list[in
     if experts is not None:
         counts = (num_prompt_tokens - 1).clamp(min=0).tolist()
         sent = [part[:count].numpy().tobytes() for part, count in zip(experts.unbind(), counts, strict=True)]
+    if "image_pieces" in batch:
+        shown = ragged_from_lengths(image_bytes(batch), lengths).unbind()
+        counts = num_prompt_tokens.tolist()
+        sent = [row + part[:count].numpy().tobytes() for row, part, count in zip(sent, shown, counts, strict=True)]
     numbers: dict[tuple[bytes, bytes], int] = {}
     return [
         numbers.setdefault((tokens[start : start + length].tobytes(), row), len(numbers))

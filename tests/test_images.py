@@ -49,4 +49,4 @@ def test_a_cut_keeps_whole_images():
 def test_a_digest_is_of_patches_and_grid():
     digests = {digest_of_image(*image) for image in [(b"ab", (1, 2, 4)), (b"ab", (1, 4, 2)), (b"ac", (1, 2, 4))]}
     assert len(digests) == 3 and {len(digest) for digest in digests} == {32}
-    assert ImagePiece(7, "0" * 15 + "1" + "f" * 16, SMALL, 2).numbers == (7, 2, 1, -1)
+    assert ImagePiece(7, "01" + "0" * 14 + "f" * 16, SMALL, 2).numbers == (7, 2, 1, -1)

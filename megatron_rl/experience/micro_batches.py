@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.experience.prefix_tree import PrefixTree, prefix_tree
-from megatron_rl.experience.recorded_experts import RoutedTokens, expert_bytes, routed_tokens
+from megatron_rl.experience.prefix_tree import PrefixTree, other_bytes, prefix_tree
+from megatron_rl.experience.recorded_experts import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack, together
 from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths
 
-NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts")
+IMAGES = ("image_pieces", "image_grids", "image_features")
+NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts", *IMAGES)
 """Columns that do not have a value for each sampled token."""
 
 
@@ -312,7 +313,7 @@ def micro_batches(
         sequences = (flat.tokens, flat.sampled, flat.conversations)
         segments, prefixes, tree = None, None, None
         if as_tree:
-            tree = prefix_tree(*sequences, expert_bytes(batch, rows) if "routed_experts" in batch else None)
+            tree = prefix_tree(*sequences, other_bytes(batch, rows))
             input_ids, segments = laid_as_tree(flat.tokens, tree, column_multiple)
             predicts = torch.zeros(1, input_ids.shape[1] - 1, dtype=torch.bool)  # unused
         elif remove_padding:

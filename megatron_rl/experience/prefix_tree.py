@@ -19,6 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.experience.recorded_experts import expert_bytes
+from megatron_rl.records import Batch, image_bytes
+
 Numbers = NDArray[np.int64]
 
 
@@ -61,13 +64,13 @@ class PrefixTree:
         return replace(self, **changed)
 
 
-def prefix_tree(tokens: Tensor, sampled: Tensor, lengths: Tensor, experts: Tensor | None = None) -> PrefixTree:
+def prefix_tree(tokens: Tensor, sampled: Tensor, lengths: Tensor, others: Tensor | None = None) -> PrefixTree:
     """Lay sequences of these lengths, whose tokens [T] lie end to end. sampled: bool [T], never a sequence's first.
 
-    experts: uint8 [T, n], to which tokens are sent; tokens that are sent elsewhere are others.
+    others: as `keys_of` takes them.
     """
     ids, long = tokens.numpy(), lengths.numpy()
-    columns, order, shared = nodes_of(keys_of(tokens, experts), long)
+    columns, order, shared = nodes_of(keys_of(tokens, others), long)
     own = long[order] - shared
     has_own = own > 0
     starts = np.cumsum(long) - long
@@ -86,10 +89,20 @@ def prefix_tree(tokens: Tensor, sampled: Tensor, lengths: Tensor, experts: Tenso
     )
 
 
-def keys_of(tokens: Tensor, experts: Tensor | None = None) -> NDArray[np.uint8]:
-    """uint8 [T, n]: two tokens have the same bytes if they are the same token and go to the same experts."""
+def other_bytes(batch: Batch, rows: Sequence[int]) -> Tensor | None:
+    """uint8 [tokens of these rows, n]: what tells tokens apart in addition to their ids, the experts that they are sent
+    to and their images; None where ids alone do.
+    """
+    parts = [expert_bytes(batch, rows)] if "routed_experts" in batch else []
+    if "image_pieces" in batch:
+        parts.append(image_bytes(batch, torch.tensor(list(rows))))
+    return torch.cat(parts, 1) if parts else None
+
+
+def keys_of(tokens: Tensor, others: Tensor | None = None) -> NDArray[np.uint8]:
+    """uint8 [T, n]: two tokens have the same bytes if they have the same ids and the same `others` (uint8 [T, n])."""
     ids = tokens.numpy().astype(">u4").view(np.uint8).reshape(len(tokens), 4)
-    return ids if experts is None else np.concatenate([ids, experts.numpy().reshape(len(tokens), -1)], 1)
+    return ids if others is None else np.concatenate([ids, others.numpy().reshape(len(tokens), -1)], 1)
 
 
 def nodes_of(keys: NDArray[np.uint8], lengths: Numbers) -> tuple[Numbers, Numbers, Numbers]:

@@ -33,8 +33,7 @@ from megatron_rl.experience.micro_batches import (
     round_up,
     widened,
 )
-from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, tree_plan
-from megatron_rl.experience.recorded_experts import expert_bytes
+from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, other_bytes, tree_plan
 from megatron_rl.losses.metrics import MetricParts, add_parts
 from megatron_rl.model.context_segments import ALL_GATHER, ContextSegments, TrieSegments
 from megatron_rl.model.eight_bits import round_again, token_multiple
@@ -182,7 +181,7 @@ class Pipeline:
         """(row -> its nodes in a tree of all rows, rows in the order of their first conversations' tokens)."""
         num_parts, parts = conversations(batch)
         rows = range(len(num_parts))
-        keys = keys_of(batch.flat("input_ids"), expert_bytes(batch, rows) if "routed_experts" in batch else None)
+        keys = keys_of(batch.flat("input_ids"), other_bytes(batch, rows))
         nodes, order, _ = nodes_of(keys, parts.numpy())
         first, rank = (num_parts.cumsum(0) - num_parts).numpy(), order.argsort()
         ends = row_lengths(batch["input_ids"]).cumsum(0)[:-1].tolist()

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.experience.micro_batches import laid_as_tree
-from megatron_rl.experience.prefix_tree import keys_of, nodes_of, num_common, prefix_tree, tree_plan
+from megatron_rl.experience.micro_batches import laid_as_tree, micro_batches
+from megatron_rl.experience.prefix_tree import keys_of, nodes_of, num_common, other_bytes, prefix_tree, tree_plan
+from megatron_rl.images import ImagePiece, digest_of_image
 from megatron_rl.model.segments import Segments
+from megatron_rl.records import prompt_numbers, ragged, ragged_from_lengths, single_turn
 
 SEQUENCES = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_size=1, max_size=9)
 
@@ -42,6 +44,26 @@ def test_tokens_with_other_experts_are_others() -> None:
     sampled = torch.tensor([False, True, False, True])
     assert prefix_tree(tokens, sampled, lengths).segments == (2,)
     assert prefix_tree(tokens, sampled, lengths, experts).segments == (2, 1)
+
+
+def test_equal_ids_of_different_images_share_nothing() -> None:
+    """Three rows of equal ids, of which the first and the last show one image and the second another: prompts, nodes of
+    all rows and those of a block. Would not catch features of the wrong image.
+    """
+    one, other = (digest_of_image(patches, (1, 4, 2)) for patches in (b"red", b"blue"))
+    pieces = [ImagePiece(1, digest, (1, 4, 2), 2).numbers for digest in (one, other, one)]
+    rows = single_turn(ragged([torch.tensor([5, 9, 9, 6, 7])] * 3), torch.tensor([1, 1, 1]))
+    assert prompt_numbers(rows) == [0, 0, 0]
+    rows.add(image_pieces=ragged_from_lengths(torch.tensor(pieces), torch.tensor([1, 1, 1])))
+    assert prompt_numbers(rows) == [0, 1, 0]
+    assert other_bytes(rows, [1]).tolist() == [[0] * 16, *[[*bytes.fromhex(other)]] * 2, [0] * 16, [0] * 16]
+    (block,) = micro_batches(rows, [[0, 1, 2]], True, as_tree=True)
+    assert sorted(block.segments) == [4, 5] and block.tree.columns[5:10].tolist() != block.tree.columns[:5].tolist()
+    assert block.tree.columns[10:].tolist() == block.tree.columns[:5].tolist()
+    (block,) = micro_batches(rows, [[0, 1, 2]], True, prompts=prompt_numbers(rows))
+    assert block.segments == (5, 5, 2) and block.prefixes == ((0, 0), (0, 0), (0, 3))
+    nodes, _, _ = nodes_of(keys_of(rows.flat("input_ids"), other_bytes(rows, range(3))), np.array([5, 5, 5]))
+    assert len({*nodes.tolist()}) == 9
 
 
 @given(SEQUENCES)
