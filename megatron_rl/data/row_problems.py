@@ -32,6 +32,38 @@ KINDS: dict[str, tuple[str, str]] = {
         "rename it: human is user, gpt and bot are assistant",
     ),
     "content_not_text": ("a message's content must be text, or parts of type text", "take images and sounds out"),
+    "not_an_image": (
+        "an image must be a path, or an object with its bytes or its path",
+        "write {bytes: ..., path: ...} with one of the two",
+    ),
+    "image_count": (
+        "every image must have one <image> in the text, or one part of type image, in their order",
+        "write as many of them as the row has images",
+    ),
+    "unreadable_image": (
+        "an image must be a whole png, jpeg or webp of one frame, grey or RGB, 8-bit",
+        "save it again as such, or take the row out",
+    ),
+    "image_size": (
+        "an image must have at least 2 pixels on each side, at most 64 million in all, and sides within 1 : 200",
+        "scale or cut it, or take the row out",
+    ),
+    "image_outside": (
+        "the path of an image must be below data.image_folder, with all links resolved",
+        "move the file, set data.image_folder, or store the bytes in the row",
+    ),
+    "too_many_images": (
+        "a prompt must have at most actor_rollout_ref.rollout.limit_images images",
+        "raise it, or take the row out",
+    ),
+    "image_token": (
+        "text must not have the tokens that stand for images and videos: they come from images alone",
+        "take them out, or write <image> for an image of the row",
+    ),
+    "not_a_chat": (
+        "a prompt with images must be messages, which the chat_template renders",
+        "write messages, or set data.prompt_as_chat=true",
+    ),
     "not_text": ("a row must be text alone", "take images, videos and sounds out, or take the row out"),
     "misplaced_system": ("a system message must come before all others", "move it to the beginning"),
     "stray_tool_message": (
