@@ -127,14 +127,15 @@ class RankCalls:
     def failures_so_far(self) -> list[RankFailure]:
         """Return one failure for each rank that has failed."""
         failures: dict[int, RankFailure] = {}
+        first_of_rank: dict[int, Call] = {}
         for answer, call in self._open.items():
+            first_of_rank.setdefault(call.rank, call)
             error = answer.exception() if answer.done() else None
             if error is not None and call.rank not in failures:
                 failures[call.rank] = failure_of(error, call, self._infos[call.rank])
         for rank, process in enumerate(self._processes):
             if process.ended.done() and rank not in failures:
-                running = (call for call in self._open.values() if call.rank == rank)
-                call = next(running, Call(rank, "host", ""))
+                call = first_of_rank.get(rank, Call(rank, "host", ""))
                 failures[rank] = failure_of(ProcessDied(process.ended.result()), call, self._infos[rank])
         return list(failures.values())
 

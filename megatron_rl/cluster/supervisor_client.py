@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron_rl.cluster.child_processes import how_ended, kill_group
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo, Way
 from megatron_rl.cluster.loading import COMPILED, folder_of_ranks, import_path
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
+from megatron_rl.cluster.rank_pipes import NOW, PipeReader, RankPipe, header_of
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.shm_files import MappedFiles
 from megatron_rl.cluster.stale_processes import RUN_ID, end, processes_with
@@ -72,6 +72,7 @@ class SupervisorClient:
             if owns_run:
                 scratch.remove(keep_logs=True)
             raise
+        self._pipes = PipeReader()
         self._requests = threading.Lock()
         self._starting: deque[LocalRankProcess] = deque()
         self._running: dict[int, LocalRankProcess] = {}
@@ -99,7 +100,8 @@ class SupervisorClient:
         Raises WorkerFailure if the supervisor is gone.
         """
         ours, theirs = socket.socketpair()
-        process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host), read or READ_HERE)
+        describe = partial(ProcessInfo, node_id=node_id, host=host)
+        process = LocalRankProcess(ours, describe, read or READ_HERE, self._pipes)
         self._request(process, theirs, variables, gpu)
         return process
 
@@ -108,7 +110,7 @@ class SupervisorClient:
     ) -> LocalRankProcess:
         """Start a rank as `start` does, once its GPU is known; what fails until then is how the process has ended."""
         ours, theirs = socket.socketpair()
-        process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host), read)
+        process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host), read, self._pipes)
 
         def ask(assigned: Future[str]) -> None:
             try:
@@ -160,6 +162,7 @@ class SupervisorClient:
             self._control.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._control.close()
+        self._pipes.close()
         self._end_supervisor()
 
     def _end_supervisor(self) -> None:
@@ -205,9 +208,11 @@ PIPES = Pipes()
 
 
 class LocalRankProcess:
-    """A rank on this machine (see `launcher.RankProcess`)."""
+    """A rank on this machine (see `launcher.RankProcess`). pipes: the thread that reads its pipe."""
 
-    def __init__(self, pipe: socket.socket, info: Callable[..., ProcessInfo], read: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self, pipe: socket.socket, info: Callable[..., ProcessInfo], read: Callable[[bytes], Any], pipes: PipeReader
+    ) -> None:
         self.route: Way = PIPES
         self._gpu: str | None = None  # until the process is asked for
         self._reason = ""
@@ -215,13 +220,13 @@ class LocalRankProcess:
         self.ended: Future[str] = Future()
         self._describe, self._read_reply = info, read
         self._pipe = pipe
-        self._connection = Connection(os.dup(pipe.fileno()))
+        self._is_read = False  # to its end
         self._waiting: deque[Future[Any]] = deque()
         self._changing = threading.Lock()
         self._kills = False
         # A rank reads a message when it has answered those before; until then a large one fills the pipe.
-        self._writer = ThreadPoolExecutor(1, "rank writer")
-        threading.Thread(target=self._read, name="rank reader", daemon=True).start()
+        self._writer, self._num_unsent = ThreadPoolExecutor(1, "rank writer"), 0
+        pipes.add(RankPipe(pipe, self._answer, self._note_read))
 
     def send(self, message: bytes) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -230,7 +235,7 @@ class LocalRankProcess:
                 answer.set_exception(ProcessDied(self.ended.result()))
                 return answer
             self._waiting.append(answer)
-            self._writer.submit(self._write, message)
+            self._send(message)
         return answer
 
     def kill(self, reason: str = "") -> None:
@@ -259,6 +264,7 @@ class LocalRankProcess:
         """Note how the process has ended, as `os.waitpid` says."""
         with self._changing:
             self._end(self._reason or f"it {how_ended(os.waitstatus_to_exitcode(status))}")
+        self._fail_waiting()
 
     def end_unstarted(self, how: str) -> None:
         """Note why the process does not start, unless it was asked for or this has been said."""
@@ -274,9 +280,26 @@ class LocalRankProcess:
             self._pipe.shutdown(socket.SHUT_RDWR)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, message: bytes) -> None:
-        with suppress(OSError):  # the reader reports it
-            self._connection.send_bytes(message)
+    def _send(self, message: bytes) -> None:
+        """Write what the pipe takes now, and have a thread write the rest."""
+        header, sent = header_of(len(message)), 0
+        if not self._num_unsent:
+            try:
+                sent = self._pipe.sendmsg([header, message], (), NOW)
+            except BlockingIOError:
+                pass
+            except OSError:  # the end of the pipe reports it
+                return
+        if sent < len(header) + len(message):
+            self._num_unsent += 1
+            self._writer.submit(self._write, header, message, sent)
+
+    def _write(self, header: bytes, message: bytes, sent: int) -> None:
+        with suppress(OSError):
+            self._pipe.sendall(header[sent:])
+            self._pipe.sendall(memoryview(message)[max(0, sent - len(header)) :])
+        with self._changing:
+            self._num_unsent -= 1
 
     def _answer(self, reply: bytes) -> None:
         """Pass a reply on. What it holds is freed when its reader drops it, so nothing here may refer to it."""
@@ -286,19 +309,21 @@ class LocalRankProcess:
         except Exception as error:
             answer.set_exception(error)
 
-    def _read(self) -> None:
-        while True:
-            try:
-                self._answer(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                break
-        how = self.ended.result()  # the supervisor notices every end
+    def _note_read(self) -> None:
+        """Note that no more replies come."""
         with self._changing:
+            self._is_read = True
+            self._pipe.close()
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        """Fail the calls without a reply once all replies were read and it is known how the process has ended."""
+        with self._changing:
+            if not (self._is_read and self.ended.done()):
+                return
             waiting, self._waiting = self._waiting, deque()
         for answer in waiting:
-            answer.set_exception(ProcessDied(how))
-        self._connection.close()
-        self._pipe.close()
+            answer.set_exception(ProcessDied(self.ended.result()))
 
 
 def _start(

@@ -6,12 +6,14 @@ the heartbeat of each pool once every LOOK_S.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import Future as RankAnswer
 from concurrent.futures import wait as wait_for_answers
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -40,12 +42,34 @@ class PoolFuture(Future[Answer]):
         self.pool = pool
 
     @abstractmethod
-    def missing(self) -> list[RankAnswer[Any]]:
-        """Look at the pool; return the replies that are still missing. Once it is empty, `get` does not wait."""
+    def next_event(self) -> RankAnswer[bool] | None:
+        """Look at the pool; return what is ready once another look is due. None: `get` does not wait."""
 
-    @abstractmethod
-    def arrived(self, answer: RankAnswer[Any]) -> None:
-        """Note that one of `missing` is ready or has failed."""
+    def arrived(self) -> None:
+        """Note that the last `next_event` is ready."""
+
+
+def settled(answers: Sequence[RankAnswer[Any]]) -> RankAnswer[bool]:
+    """Return a future that is ready once all answers are, or one has failed, as the others may then never arrive.
+
+    Its result: whether one has failed. A wait for it costs the same however many ranks answer one after the other.
+    """
+    over: RankAnswer[bool] = RankAnswer()
+    counting, num_missing = threading.Lock(), len(answers)
+
+    def note(answer: RankAnswer[Any]) -> None:
+        nonlocal num_missing
+        with counting:
+            num_missing -= 1
+            has_failed = answer.exception() is not None
+            if (has_failed or not num_missing) and not over.done():
+                over.set_result(has_failed)
+
+    if not answers:
+        over.set_result(False)
+    for answer in answers:
+        answer.add_done_callback(note)
+    return over
 
 
 class CallFuture(PoolFuture[Answer]):
@@ -55,23 +79,23 @@ class CallFuture(PoolFuture[Answer]):
         self, fetch: Callable[[float | None], Answer], pool: PoolOfFuture, answers: Sequence[RankAnswer[Any]]
     ) -> None:
         super().__init__(fetch, pool)
-        self._missing = list(answers)
+        self._answers: Sequence[RankAnswer[Any]] = answers
+        self._settled: RankAnswer[bool] | None = None
 
-    def missing(self) -> list[RankAnswer[Any]]:
+    def next_event(self) -> RankAnswer[bool] | None:
+        if self._settled is None:
+            self._settled = settled(self._answers)
         try:
             self.pool.look_if_due()
             self.pool.failure_domain.raise_if_ended()
         except MegatronRLError:
-            return []
-        return self._missing
+            return None
+        return None if self._settled.done() else self._settled
 
-    def arrived(self, answer: RankAnswer[Any]) -> None:
-        self._missing = [other for other in self._missing if other != answer]
-        if self._missing and answer.exception() is not None:  # the other replies may never arrive
-            try:
-                self.pool.raise_if_failed()
-            except MegatronRLError:
-                self._missing = []
+    def arrived(self) -> None:
+        if self._settled is not None and self._settled.result():
+            with suppress(MegatronRLError):
+                self.pool.raise_if_failed()  # ends the pool, and so its other futures
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,7 @@ class WaitStep:
 
 
 class StartFuture(PoolFuture[None]):
-    """The future of a pool that starts step by step; `missing` takes the next step once a step's replies are ready.
+    """The future of a pool that starts step by step; `next_event` takes the next step once a step's replies are ready.
 
     steps: runs the start and may raise its failure. After a failure, and after `timeout_s`, the pool is shut down.
     """
@@ -93,19 +117,19 @@ class StartFuture(PoolFuture[None]):
         super().__init__(self._wait, pool)
         self._steps, self._timeout_s = steps, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._step, self._missing = WaitStep("", "", []), list[RankAnswer[Any]]()
+        self._step, self._settled = WaitStep("", "", []), settled([])
         self._error: BaseException | None = None
         self._is_over = False
 
-    def missing(self) -> list[RankAnswer[Any]]:
+    def next_event(self) -> RankAnswer[bool] | None:
         if self._is_over:
-            return []
+            return None
         try:
             self.pool.failure_domain.raise_if_ended()
             self.pool.look_if_due()
-            while not self._missing:
-                self._step = next(self._steps)
-                self._missing = list(self._step.answers)
+            while self._settled.done():
+                self._step = next(self._steps)  # reads a failure, and those of its peers
+                self._settled = settled(self._step.answers)
             if time.monotonic() > self._deadline:
                 raise self._late()
         except StopIteration:
@@ -113,15 +137,10 @@ class StartFuture(PoolFuture[None]):
         except BaseException as error:
             ended_before = self.pool.failure_domain.error
             self.pool.shutdown(error if isinstance(error, MegatronRLError) else None)
-            self._is_over, self._error, self._missing = True, ended_before or error, []
+            self._is_over, self._error = True, ended_before or error
             if not isinstance(error, Exception):
                 raise
-        return list(self._missing)
-
-    def arrived(self, answer: RankAnswer[Any]) -> None:
-        self._missing = [other for other in self._missing if other != answer]
-        if self._missing and answer.exception() is not None:
-            self._missing = []  # the next step reads the failure and those of its peers
+        return None if self._is_over else self._settled
 
     def _wait(self, timeout: float | None) -> None:
         if not wait_any([self], timeout):
@@ -131,8 +150,9 @@ class StartFuture(PoolFuture[None]):
 
     def _late(self) -> WorkerFailure:
         step, num = self._step, len(self._step.answers)
+        num_ready = sum(answer.done() for answer in step.answers)
         return WorkerFailure(
-            f"{num - len(self._missing)} of {num} {step.things} of pool {self.pool.name} {step.done} in "
+            f"{num_ready} of {num} {step.things} of pool {self.pool.name} {step.done} in "
             f"{self._timeout_s:g} s; "
             "does another pool still occupy its ranks, or is their node gone?",
             is_loss=True,
@@ -150,15 +170,15 @@ def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> li
         raise TypeError(f"wait_any waits for futures of pools, at least one, not for {list(futures)}")
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        missing = [(future, future.missing()) for future in ours]
-        ready: list[Future[Any]] = [future for future, answers in missing if not answers]
+        events = [(future, future.next_event()) for future in ours]
+        ready: list[Future[Any]] = [future for future, event in events if event is None]
         if ready:
             return ready
         left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
-        owners = {answer: future for future, answers in missing for answer in answers}
+        owners = {event: future for future, event in events if event is not None}
         arrived, _ = wait_for_answers(owners, left, FIRST_COMPLETED)
-        for answer in arrived:
-            owners[answer].arrived(answer)
+        for event in arrived:
+            owners[event].arrived()
         if not arrived and deadline is not None and time.monotonic() >= deadline:
             return []
 
