@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -70,6 +70,40 @@ Answers = list[tuple[int, bytes | ProcessDied]]
 """(index of the part, its rank's reply or how the rank has ended)."""
 
 
+class OpenCalls:
+    """The parts of calls that the driver has not been told of, by call."""
+
+    def __init__(self) -> None:
+        self._missing: dict[int, dict[asyncio.Task[bytes], int]] = {}
+
+    def begin(self, call: int, parts: Sequence[Coroutine[Any, Any, bytes]]) -> None:
+        """Run the parts of a call."""
+        self._missing[call] = {asyncio.create_task(part): place for place, part in enumerate(parts)}
+
+    async def rest(self, call: int, look_s: float) -> Answers:
+        """Return the results that were missing: all of them, or after `look_s` those that have come.
+
+        What fails in a part is the result of that part, and not of the call: its other ranks reply.
+        """
+        missing = self._missing[call]
+        done, _ = await asyncio.wait(missing, timeout=look_s)
+        answers = [(missing.pop(task), _answer(task)) for task in done]
+        if not missing:
+            del self._missing[call]
+        return answers
+
+    def __len__(self) -> int:
+        return len(self._missing)
+
+
+def _answer(task: asyncio.Task[bytes]) -> bytes | ProcessDied:
+    """Return the result of a task, or, for the driver to report it, why its rank gets no message or gives no reply."""
+    error = task.exception()
+    if error is None:
+        return task.result()
+    return error if isinstance(error, ProcessDied) else ProcessDied(f"{type(error).__name__} on its node: {error}")
+
+
 class NodeAgent:
     """Starts ranks on its node and passes messages on; `key` names a rank, `number` counts the rank's messages,
     `call` those of the driver.
@@ -83,7 +117,7 @@ class NodeAgent:
         self._supervision = SupervisorClient(Scratch.join(run_id), modules, variables, name=name)
         self._ranks: defaultdict[int, AgentRank] = defaultdict(AgentRank)
         self._copies = CopiesHere(ray.get_runtime_context().get_node_id())
-        self._missing: dict[int, dict[asyncio.Task[bytes], int]] = {}
+        self._open = OpenCalls()
 
     async def start(self, key: int, local_rank: int, variables: dict[str, str]) -> ProcessInfo:
         """Start a rank and describe it once it is up; local_rank: the index of its GPU."""
@@ -108,18 +142,12 @@ class NodeAgent:
         It returns when all ranks have replied, or after FIRST_LOOK_S without the missing replies, which `rest` returns:
         a rank's failure is not kept back by ranks that wait for it.
         """
-        sending = (self._send(part, contents[part.content]) for part in parts)
-        self._missing[call] = {asyncio.create_task(each): place for place, each in enumerate(sending)}
+        self._open.begin(call, [self._send(part, contents[part.content]) for part in parts])
         return await self.rest(call, FIRST_LOOK_S)
 
     async def rest(self, call: int, look_s: float) -> Answers:
         """Return the replies that were missing: all of them, or after `look_s` those that have come."""
-        missing = self._missing[call]
-        done, _ = await asyncio.wait(missing, timeout=look_s)
-        answers = [(missing.pop(task), _answer(task)) for task in done]
-        if not missing:
-            del self._missing[call]
-        return answers
+        return await self._open.rest(call, look_s)
 
     async def _send(self, part: ToRank, message: bytes) -> bytes:
         """Return the rank's reply. Raises ProcessDied."""
@@ -162,9 +190,3 @@ class NodeAgent:
 def visible_gpus() -> list[str]:
     """Return the GPUs that Ray has given this process."""
     return [gpu for gpu in os.environ.get(VISIBLE_GPUS, "").split(",") if gpu]
-
-
-def _answer(task: asyncio.Task[bytes]) -> bytes | ProcessDied:
-    """Return the result of a task, or a ProcessDied that it has raised; raise its other errors."""
-    error = task.exception()
-    return error if isinstance(error, ProcessDied) else task.result()

@@ -17,9 +17,14 @@ import json
 import os
 import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -30,6 +35,7 @@ from megatron_rl.cluster.launcher import Ranks
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
+from megatron_rl.cluster.supervisor_client import LocalRankProcess
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.records import Batch
@@ -41,22 +47,41 @@ COUNTED = ("start_cpu_s", "noop_cpu_s", "noop_bytes", "rows_cpu_s", "rows_bytes"
 """Figures with an exponent: CPU seconds, bytes and memory; those of the clock depend on what else the machine does."""
 
 
-def bytes_moved() -> int:
-    """Return the bytes that this process has read and written, through pipes too."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"]) + int(lines["wchar"])
+class Moved:
+    """Counts the bytes of messages to ranks of this machine, and of their replies."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count while the block runs."""
+        send, answer = LocalRankProcess.send, LocalRankProcess._answer
+
+        def sent(process: LocalRankProcess, message: bytes) -> Future[Any]:
+            self.num_bytes += len(message)
+            return send(process, message)
+
+        def answered(process: LocalRankProcess, reply: bytes) -> None:
+            self.num_bytes += len(reply)
+            answer(process, reply)
+
+        with patch.multiple(LocalRankProcess, send=sent, _answer=answered):
+            yield
 
 
 def measured(call: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Return medians of a call: seconds, CPU seconds of this process, bytes that it moved; and the spread of CPU."""
-    rows = []
+    """Return medians of a call: seconds, CPU seconds of this process, bytes of messages; and the spread of CPU."""
+    rows, moved = [], Moved()
     for _ in range(rounds):
-        before = np.array([time.perf_counter(), time.process_time(), bytes_moved()])
+        before = np.array([time.perf_counter(), time.process_time()])
         call()
-        rows.append(np.array([time.perf_counter(), time.process_time(), bytes_moved()]) - before)
-    wall, cpu, moved = zip(*rows, strict=True)
+        rows.append(np.array([time.perf_counter(), time.process_time()]) - before)
+    with moved.counted():
+        call()
+    wall, cpu = zip(*rows, strict=True)
     low, middle, high = statistics.quantiles(map(float, cpu), n=4)
-    medians = {"s": float(np.median(wall)), "bytes": float(np.median(moved))}
+    medians = {"s": float(np.median(wall)), "bytes": float(moved.num_bytes)}
     return medians | {"cpu_s": middle, "low": low, "high": high}
 
 
@@ -122,6 +147,7 @@ def one_size(num_ranks: int, rounds: int, listen_s: float = 10.0) -> dict[str, f
                 call()
                 row |= {f"{name}_{unit}": value for unit, value in measured(call, rounds).items()}
             assert torch.equal(host.scores(batch).get()["scores"], rows + 1)
+            row["threads"] = threading.active_count()
             row["silence_s"] = longest_silence(pool, listen_s)
             row["driver_mib"] = driver.memory_info().rss / MIB
             row["ranks_mib"] = memory_mib([psutil.Process(pid) for pid in pool.pids])

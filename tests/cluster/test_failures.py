@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import pickle
 
 import pytest
 
 from megatron_rl.cluster.failures import RankFailure, describe, root_cause, to_error
+from megatron_rl.cluster.node_agent import Answers, OpenCalls
+from megatron_rl.cluster.rank_messages import ProcessDied
 from megatron_rl.errors import ConfigError, ParityError, WorkerFailure
 
 
@@ -83,3 +87,28 @@ def test_a_failure_is_picklable_even_if_the_exception_is_not() -> None:
     copy = pickle.loads(pickle.dumps(caught(error)))
     assert (copy.error_type, copy.message, copy.rank) == ("Local", "cannot travel", 3)
     assert copy.error_class is WorkerFailure
+
+
+def test_an_error_in_one_part_of_a_call_is_not_that_of_its_other_ranks() -> None:
+    """On the agent of a node: one part cannot be delivered, one rank dies, one is slow, and the call is forgotten once
+    all of that is told. Would not catch an error that the driver makes of its own.
+    """
+
+    async def part(seconds: float, error: Exception | None = None) -> bytes:
+        await asyncio.sleep(seconds)
+        if error is not None:
+            raise error
+        return b"reply"
+
+    async def told() -> list[Answers]:
+        calls = OpenCalls()
+        full = OSError(errno.ENOSPC, "No space left on device")
+        calls.begin(7, [part(0, full), part(0, ProcessDied("it was killed")), part(0), part(0.2)])
+        found = [sorted(await calls.rest(7, look_s), key=lambda answer: answer[0]) for look_s in (0.05, 30)]
+        assert not len(calls)
+        return found
+
+    (undelivered, died, fine), late = asyncio.run(told())
+    assert fine == (2, b"reply") and late == [(3, b"reply")]
+    for place, (answer, text) in enumerate(zip((undelivered, died), ("No space left", "was killed"), strict=True)):
+        assert answer[0] == place and isinstance(answer[1], ProcessDied) and text in str(answer[1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 
 import pytest
+from controller import NoOpWorker, measure, noop_arms
 from scale import exponent, exponents, one_size
 from scale_flood import TOKENS, flood, instant_episodes
 
@@ -25,11 +27,27 @@ def test_an_exponent_is_the_slope_of_the_logarithms() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_ranks_start_answer_lose_one_are_repaired_and_end() -> None:
-    """A rank imports nothing of its own, and each gets its own part alone. Would not catch what only hundreds show."""
+    """A rank imports nothing of its own, gets its own part alone, and has no thread of the driver. Would not catch what
+    only hundreds show.
+    """
     found = [one_size(num_ranks, rounds=5, listen_s=1.0) for num_ranks in (8, 48)]
     assert max(exponents(found, BYTES).values()) < 1.1
     assert found[1]["ranks_cpu_s"] / 48 < found[1]["supervisor_cpu_s"] / 25
+    assert found[1]["threads"] == found[0]["threads"]
     assert found[1]["driver_mib"] < 1.1 * found[0]["driver_mib"]
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+@pytest.mark.quiet
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("num_ranks", "most"), [(2, 0.8), (16, 0.8)])
+def test_a_call_of_all_ranks_costs_less_than_bare_calls_of_ray(num_ranks: int, most: float) -> None:
+    """Medians of 80 calls that do nothing, arms in turns. Would not catch what a second machine costs."""
+    seconds = measure(num_ranks, 80, NoOpWorker, noop_arms)
+    ratio = statistics.median(seconds["ray"]) / statistics.median(seconds["bare"])
+    print(f"{num_ranks} ranks: {ratio:.2f} of bare calls")
+    assert ratio < most
 
 
 @pytest.mark.slow
