@@ -68,7 +68,7 @@ class RankPipe:
         return True
 
     def _pass_on(self) -> None:
-        """Pass on the whole messages of `_arrived`; of a long one make the memory that the rest is read into."""
+        """Pass on the whole messages of `_arrived`; make the memory into which the rest of a long one is read."""
         arrived = self._arrived
         while len(arrived) >= SHORT.size:
             header, (length,) = SHORT, SHORT.unpack_from(arrived)

@@ -50,9 +50,9 @@ class PoolFuture(Future[Answer]):
 
 
 def settled(answers: Sequence[RankAnswer[Any]]) -> RankAnswer[bool]:
-    """Return a future that is ready once all answers are, or one has failed, as the others may then never arrive.
+    """Return a future that is ready once all replies are, or one has failed, as the others may then never arrive.
 
-    Its result: whether one has failed. A wait for it costs the same however many ranks answer one after the other.
+    Its result: whether one has failed. A wait for it costs the same however many ranks reply one after the other.
     """
     over: RankAnswer[bool] = RankAnswer()
     counting, num_missing = threading.Lock(), len(answers)
