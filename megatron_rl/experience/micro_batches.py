@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.experience.block_layout import BlockLayout, shared_prefixes
+from megatron_rl.experience.image_positions import BlockImages, ImageMarks
 from megatron_rl.experience.prefix_tree import PrefixTree, other_bytes, prefix_tree
 from megatron_rl.experience.recorded_experts import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack, together
 from megatron_rl.parallel.zigzag import ContextShare
-from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths
+from megatron_rl.records import Batch, conversations, elements_of, first_true, row_lengths, rows_of
 
 IMAGES = ("image_pieces", "image_grids", "image_features")
 NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts", *IMAGES)
@@ -140,6 +142,8 @@ class MicroBatch:
     tree: PrefixTree | None = None
     """Prefix-tree layout of the rows, with its own `segments`. `targets` and `scored` then have M pairs instead of N
     tokens; `whole` and `part` convert between them."""
+    images: BlockImages | None = None
+    """The images of the rows; None: they have none."""
 
     @property
     def targets(self) -> Tensor:
@@ -238,6 +242,7 @@ class MicroBatch:
             share=None,
             tree=None,
             tokens=None if self.tokens is None else self.tokens.none(),
+            images=None,
         )
 
     def idle(self, num_columns: int) -> MicroBatch:
@@ -299,6 +304,8 @@ def micro_batches(
     segment_multiple: int = 1,
     with_tokens: bool = False,
     as_tree: bool = False,
+    marks: ImageMarks | None = None,
+    with_features: bool = True,
 ) -> list[MicroBatch]:
     """Return the blocks of a batch with `input_ids`, `sampled` and columns of sampled tokens. plan: rows of each block.
 
@@ -306,108 +313,32 @@ def micro_batches(
     of `as_tree` (a prefix tree), else of `remove_padding` (packed), else padded. Packed only: `prompts` has the number
     of each row's prompt, so that rows of a block share prompts; every sequence is rounded up to a multiple of
     `segment_multiple`, a divisor of column_multiple. with_tokens: fill `MicroBatch.tokens`, with the batch's
-    `routed_experts` if it has any.
+    `routed_experts` if it has any. marks: of image tokens, where the model reads images; with_features: fill
+    `BlockImages.features`, too.
     """
     blocks, parts = [], FlatRows.of_blocks(batch, plan)
     for rows, flat in zip(plan, parts, strict=True):
         sequences = (flat.tokens, flat.sampled, flat.conversations)
-        segments, prefixes, tree = None, None, None
+        prefixes, tree = None, None
         if as_tree:
             tree = prefix_tree(*sequences, other_bytes(batch, rows))
-            input_ids, segments = laid_as_tree(flat.tokens, tree, column_multiple)
-            predicts = torch.zeros(1, input_ids.shape[1] - 1, dtype=torch.bool)  # unused
-        elif remove_padding:
-            if prompts is not None:
-                own_prompts = [prompts[row] for row in rows]
-                prefixes = shared_prefixes(own_prompts, flat.conversations.tolist(), flat.num_prompt.tolist())
-            input_ids, predicts, segments = packed(*sequences, column_multiple, segment_multiple, prefixes)
-        else:
-            input_ids, predicts = padded(*sequences, column_multiple)
+        elif remove_padding and prompts is not None:
+            own_prompts = [prompts[row] for row in rows]
+            prefixes = shared_prefixes(own_prompts, flat.conversations.tolist(), flat.num_prompt.tolist())
+        layout = BlockLayout(*sequences[1:], remove_padding, column_multiple, segment_multiple, prefixes, tree)
+        input_ids, predicts, segments = layout.laid(flat.tokens)
+        images = None
+        if marks is not None and "image_grids" in batch:
+            grids = rows_of(batch["image_grids"], torch.tensor(rows)).values()
+            held = batch.select("image_features")[torch.tensor(rows)] if with_features else None
+            features = None if held is None else held.stored("image_features")
+            images = BlockImages.laid(flat.tokens, grids, features, marks, layout)
         content = (flat.num_sampled, torch.tensor(rows), flat.fields)
-        blocks.append(MicroBatch(input_ids, predicts, *content, segments, prefixes or (), tree=tree))
+        blocks.append(MicroBatch(input_ids, predicts, *content, segments, prefixes or (), tree=tree, images=images))
     if with_tokens:
         known = routed_tokens(batch, plan, [flat.conversations for flat in parts])
         blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
-
-
-# Layouts. tokens: int64 [T], sampled: bool [T], lengths: int64 [C]: those of C sequences, end to end.
-
-
-def padded(tokens: Tensor, sampled: Tensor, lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:
-    """Return (input_ids int64 [C, S], predicts_sampled bool [C, S - 1]): one sequence per line, then filler."""
-    width = round_up(int(lengths.max()), column_multiple)
-    starts = torch.arange(len(lengths)) * width
-    input_ids, is_sampled = placed(tokens, sampled, lengths, starts, len(lengths) * width)
-    return input_ids.view(-1, width), is_sampled.view(-1, width)[:, 1:]
-
-
-def packed(
-    tokens: Tensor,
-    sampled: Tensor,
-    lengths: Tensor,
-    column_multiple: int,
-    segment_multiple: int = 1,
-    prefixes: tuple[tuple[int, int], ...] | None = None,
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return (input_ids int64 [1, S], predicts_sampled bool [1, S - 1], lengths of segments) of sequences end to end.
-
-    Each sequence is a segment, rounded up to segment_multiple with filler at its end; filler that rounds the block up
-    to column_multiple is one more segment. prefixes: from `shared_prefixes`; as many tokens as they say are left out at
-    the beginning of each sequence.
-    """
-    if prefixes is not None:
-        num_left_out = torch.tensor([length for _, length in prefixes])
-        stays = places_in_rows(lengths) >= num_left_out.repeat_interleave(lengths)
-        tokens, sampled, lengths = tokens[stays], sampled[stays], lengths - num_left_out
-    rounded = -(-lengths // segment_multiple) * segment_multiple
-    starts, segments = rounded.cumsum(0) - rounded, filled_up(rounded.tolist(), column_multiple)
-    input_ids, is_sampled = placed(tokens, sampled, lengths, starts, sum(segments))
-    return input_ids[None], is_sampled[None, 1:], segments
-
-
-def placed(
-    tokens: Tensor, sampled: Tensor, lengths: Tensor, starts: Tensor, num_positions: int
-) -> tuple[Tensor, Tensor]:
-    """Return (tokens int64 [num_positions], sampled bool [num_positions]) with each sequence at its start, int64 [C];
-    filler is 0 and not sampled.
-    """
-    position = torch.arange(len(tokens)) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    input_ids, is_sampled = tokens.new_zeros(num_positions), torch.zeros(num_positions, dtype=torch.bool)
-    input_ids[position], is_sampled[position] = tokens, sampled
-    return input_ids, is_sampled
-
-
-def laid_as_tree(tokens: Tensor, tree: PrefixTree, column_multiple: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return (input_ids int64 [1, S], lengths of segments) of rows as a tree; filler at the end is a segment too."""
-    segments = filled_up(tree.segments, column_multiple)
-    input_ids = tokens.new_zeros(1, sum(segments))
-    input_ids[0, tree.columns] = tokens
-    return input_ids, segments
-
-
-def shared_prefixes(
-    prompts: Sequence[int], lengths: Sequence[int], num_prompt_tokens: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Return for each packed row (first position, length) of the prompt that it shares with an earlier row.
-
-    prompts: the number of each row's prompt. The shared part is the prompt without its last token, which another token
-    follows in every row; length 0 for the first row of a prompt.
-    """
-    first_position: dict[int, int] = {}
-    prefixes, position = [], 0
-    for prompt, length, num_prompt in zip(prompts, lengths, num_prompt_tokens, strict=True):
-        num_shared = max(num_prompt - 1, 0) if prompt in first_position else 0
-        prefixes.append((first_position.setdefault(prompt, position) if num_shared else 0, num_shared))
-        first_position.setdefault(prompt, position)
-        position += length - num_shared
-    return tuple(prefixes)
-
-
-def filled_up(segments: Sequence[int], column_multiple: int) -> tuple[int, ...]:
-    """Return lengths of segments that add up to a multiple of `column_multiple`: filler is one more, if needed."""
-    filler = -sum(segments) % column_multiple
-    return (*segments, filler) if filler else tuple(segments)
 
 
 def lengths_in_blocks(batch: Batch, segment_multiple: int) -> list[int]:
@@ -417,11 +348,6 @@ def lengths_in_blocks(batch: Batch, segment_multiple: int) -> list[int]:
     ends, sums = num_conversations.cumsum(0), torch.nn.functional.pad(rounded.cumsum(0), (1, 0))
     lengths: list[int] = (sums[ends] - sums[ends - num_conversations]).tolist()
     return lengths
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below `number`."""
-    return -(-number // multiple) * multiple
 
 
 def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -446,6 +372,7 @@ def widened(block: MicroBatch, num_columns: int, num_rows: int | None = None) ->
         input_ids=torch.nn.functional.pad(block.input_ids, (0, right, 0, below)),
         predicts_sampled=torch.nn.functional.pad(block.predicts_sampled, (0, right, 0, below)),
         segments=segments,
+        images=None if block.images is None else block.images.widened(right, below),
     )
 
 

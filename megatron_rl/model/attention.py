@@ -34,7 +34,7 @@ from megatron_rl.model.families import AttentionShape
 from megatron_rl.model.joined_attention import KeyBlock, joined
 from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
 from megatron_rl.model.parts import GroupedAttention
-from megatron_rl.model.segments import Segments, by_bucket, to_slots, to_tokens, turns_of
+from megatron_rl.model.segments import PaddedRows, Segments, by_bucket, to_slots, to_tokens, turns_of
 
 RowsAttention = Callable[[Tensor, Tensor, Tensor, AttentionKind, Tensor | None], Tensor]
 """See `attend`."""
@@ -272,7 +272,7 @@ class CausalAttention(MegatronModule):
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N * D]."""
         query = query if self.growth == 1.0 else query * self.growth
-        if packed_seq_params is None:
+        if packed_seq_params is None or isinstance(packed_seq_params, PaddedRows):
             q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
             out_SBND = self.rows(q_BSND, k_BSKD, v_BSKD, self.kind, self.sinks).transpose(0, 1)
         else:

@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 Chunk: TypeAlias = GPTModel
@@ -46,6 +47,12 @@ def build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
+
+
+def unwrapped(model: Any) -> Chunk:
+    """The chunk inside of what Megatron wraps around it, such as its data parallelism."""
+    chunk: Chunk = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    return chunk
 
 
 def layers_of(chunk: Chunk) -> Iterator[tuple[int, Any]]:
@@ -101,6 +108,11 @@ def set_angles(
     # All positions have angles here; the segments of a context-parallel rank specify which it needs.
     chunk.rotary_pos_emb.cp_group = None
     chunk.rotary_pos_emb.get_rotary_seq_len = num_angles(chunk.rotary_pos_emb.get_rotary_seq_len)
+
+
+def angles_per_head(chunk: Chunk) -> int:
+    """How many rotary angles a token has."""
+    return len(chunk.rotary_pos_emb.inv_freq)
 
 
 def angles_of(chunk: Chunk, length: int, segments: Any) -> Tensor:

@@ -29,7 +29,7 @@ from megatron_rl.model.context_segments import ContextSegments
 from megatron_rl.model.delta_rule import DeltaCore, DeltaRule, HeadSizes, chunked_delta_rule
 from megatron_rl.model.key_exchange import to_heads, to_own_tokens
 from megatron_rl.model.parts import GatedDelta
-from megatron_rl.model.segments import Segments, to_slots, to_tokens
+from megatron_rl.model.segments import PaddedRows, Segments, to_slots, to_tokens
 from megatron_rl.model.te_layers import linears_of
 
 
@@ -141,7 +141,7 @@ class GatedDeltaAttention(MegatronModule):
         qkvz, _ = self.linear_qkvz(hidden_states)
         ba, _ = self.linear_ba(hidden_states)
         mixed, gate, b, a = self._by_head(qkvz, ba) if self.interleaved else self._by_section(qkvz, ba)
-        if packed_seq_params is None:
+        if packed_seq_params is None or isinstance(packed_seq_params, PaddedRows):
             mixed, b, a = (x.transpose(0, 1) for x in (mixed, b, a))
             out = self._core(mixed, b, a, self._weights()).transpose(0, 1)
         else:

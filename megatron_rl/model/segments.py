@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl.model.cascade_plan import SharedPiece, SlotPlan, cut_prefixes
+from megatron_rl.model.image_tokens import ImageTokens
 
 SHORTEST_SHARE = 0.75
 """A segment joins a bucket if its length is at least this share of the longest one,"""
@@ -47,6 +48,9 @@ class Segments(PackedSeqParams):
     shapes: (segments, slots of each) of every bucket. token_of_slot: int64 [W]; slot_of_token: int64 [T].
     prefix_slots, prefix_tokens: int64, the slots of prefixes and their tokens; None if no slots have a prefix. pieces:
     parts of prefixes that are in no slots, as all their segments see them at once. turns: see `turns_of`.
+    Where rows have images: image_positions: int64 [3, b, T], of the tokens in time, height and width, which rotary
+    angles go by in place of `positions`; axes: int64 [D / 2], by which of the three each angle goes; images: features
+    of image tokens, None where no layer of the pass reads any.
 
     `qkv_format` stays unset; with it Megatron would apply rotary embeddings segment by segment in every layer.
     """
@@ -59,6 +63,9 @@ class Segments(PackedSeqParams):
     prefix_tokens: Tensor | None = None
     pieces: tuple[SharedPiece, ...] = ()
     turns: tuple[Tensor, Tensor] | None = None
+    image_positions: Tensor | None = None
+    axes: Tensor | None = None
+    images: ImageTokens | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, prefixes: Sequence[tuple[int, int]] = ()) -> Segments:
@@ -106,6 +113,11 @@ class Segments(PackedSeqParams):
         return replace(self, **changed)
 
 
+@dataclass
+class PaddedRows(Segments):
+    """Rows that are padded, each of them whole, where some have images: attention treats them as without segments."""
+
+
 def slots_of(plan: SlotPlan) -> dict[str, Any]:
     """The slots of segments, as fields of `Segments`."""
     sizes, (borrowed, before) = torch.tensor(plan.lengths), plan[1:]
@@ -148,7 +160,8 @@ def prefix_tokens_of(prefixes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tenso
 
 
 def turns_of(angles: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every token's angles, [T, 1, 1, D / 2] each; for a packed row made once for all layers.
+    """Cosine and sine of every token's angles, [T, 1, 1, D / 2] each; for a packed row made once for all layers. Padded
+    rows with images have angles of their own: [T, b, 1, D / 2].
 
     angles [longest, 1, 1, D]: of every position, both halves the same. segments: None: tokens are at positions 0, 1, ..
     """
@@ -156,9 +169,17 @@ def turns_of(angles: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]
     if segments is None:
         return half.cos(), half.sin()
     if segments.turns is None:
-        mine = half[segments.positions]
+        mine = half[segments.positions] if segments.image_positions is None else image_angles(half, segments)
         segments.turns = (mine.cos(), mine.sin())
     return segments.turns
+
+
+def image_angles(half: Tensor, segments: Segments) -> Tensor:
+    """half [longest, 1, 1, D / 2] -> every token's angles [T, b, 1, D / 2], each by the position on its own axis."""
+    assert segments.image_positions is not None and segments.axes is not None
+    time, height, width = (half[axis][:, :, 0, 0] for axis in segments.image_positions)
+    mine = torch.where(segments.axes == 1, height, torch.where(segments.axes == 2, width, time))
+    return mine.transpose(0, 1)[:, :, None]
 
 
 class ToSlots(torch.autograd.Function):

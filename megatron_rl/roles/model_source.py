@@ -27,9 +27,18 @@ from megatron_rl.device import Device
 from megatron_rl.model.adapters import AdapterSet
 from megatron_rl.model.decoder import Chunk, first_layer
 from megatron_rl.model.eight_bits import emulate_eight_bits
-from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model, mtp_constants_of, mtp_specs
+from megatron_rl.model.families import (
+    HEAD,
+    Model,
+    ParamSpec,
+    image_form,
+    is_reward_model,
+    mtp_constants_of,
+    mtp_specs,
+)
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
+from megatron_rl.model.image_tokens import read_images
 from megatron_rl.model.mtp import add_mtp_layer
 from megatron_rl.model.te_layers import our_name, refuse_unusable
 from megatron_rl.parallel.mpu import TrainGroups
@@ -167,6 +176,9 @@ class ModelSource:
             from megatron_rl.model.fused_kernels import use_fused  # imports what else nothing needs
 
             use_fused(chunks)
+        form = image_form(self.folder.settings)
+        if form is not None:
+            read_images(chunks, form)
         chunks = [chunk.to(self.device.torch_device) for chunk in chunks]
         return UnloadedModel(chunks, specs, self, drawn, trained)
 

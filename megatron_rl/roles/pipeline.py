@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_rl.columns import ACTOR_SCORES
 from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.device import has_varlen_attention, in_one_copy, shares_prompts
+from megatron_rl.experience.block_layout import round_up
+from megatron_rl.experience.image_positions import ImageMarks
 from megatron_rl.experience.micro_batches import (
     MicroBatch,
     MicroBatching,
@@ -30,7 +32,6 @@ from megatron_rl.experience.micro_batches import (
     in_row_order,
     lengths_in_blocks,
     micro_batches,
-    round_up,
     widened,
 )
 from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, other_bytes, tree_plan
@@ -44,6 +45,7 @@ from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
 from megatron_rl.records import Batch, conversations, prompt_numbers, row_lengths
 from megatron_rl.roles.expert_routing import ExpertRouting
+from megatron_rl.roles.image_passes import ImagePasses
 from megatron_rl.roles.p2p_shapes import messages_of_known_shapes
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
@@ -76,6 +78,7 @@ class Pipeline:
         config: Any = self.chunks[0].config
         self._num_parts = groups.grid.tp_size if config.sequence_parallel else 1
         # The tokens of a rank's part are a multiple of it.
+        self.images = ImagePasses.of(self.chunks, groups, self._num_parts)
         self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else token_multiple(self.chunks)
         example = torch.empty(0, dtype=config.params_dtype, device=device)
         self._needs_slots = asking or not has_varlen_attention(example)
@@ -111,7 +114,7 @@ class Pipeline:
 
         def blocks_of(plan: list[list[int]]) -> list[MicroBatch]:
             columns = self._columns_multiple(grid.cp_size, [1] if cut.remove_padding else map(len, plan))
-            options = (columns, prompts, per_segment, with_tokens, cut.as_tree)
+            options = (columns, prompts, per_segment, with_tokens, cut.as_tree, *self._image_options)
             return micro_batches(batch, plan, cut.remove_padding, *options)
 
         plan = planned(1)
@@ -153,7 +156,8 @@ class Pipeline:
         for size, packs in groupby(mine, key=lambda one: one.size):
             # Any row does for what an idle pass is made of.
             parts = [[row for number in one.rows or (0,) for row in bundles[number]] for one in packs]
-            options = (self._columns_multiple(size, [1]), None, segment_multiple(size), with_tokens, cut.as_tree)
+            columns = self._columns_multiple(size, [1])
+            options = (columns, None, segment_multiple(size), with_tokens, cut.as_tree, *self._image_options)
             blocks += micro_batches(batch, parts, True, *options)
         blocks = [
             replace(block, num_sharing=one.size, is_reported=one.first == self.groups.cp_rank)
@@ -166,6 +170,11 @@ class Pipeline:
         width = round_up(plan.most_tokens(lengths), alone)
         blocks = [widened(block, width * (block.num_sharing or 1)) for block in blocks]
         return [*blocks, *[blocks[0].idle(width)] * (-len(blocks) % self._round_size)]
+
+    @property
+    def _image_options(self) -> tuple[ImageMarks | None, bool]:
+        """(Marks of image tokens, whether layers of this rank read features of them.)"""
+        return None if self.images is None else self.images.marks, self.groups.is_first_stage
 
     def _prompts(self, batch: Batch) -> list[int] | None:
         """A prompt is computed once for rows whose tokens go to the same experts; not where rows are several
@@ -286,6 +295,8 @@ class Pipeline:
         """All blocks on this device, in one copy, with their segments."""
         blocks = [self._read_by_this_rank(block) for block in blocks]
         segments = [self._segments_of(block) for block in blocks]
+        if self.images is not None:
+            segments = [self.images.segments(*both) for both in zip(blocks, segments, strict=True)]
         parts = [block.tensors() for block in blocks] + [one.tensors() for one in segments if one is not None]
         moved = in_one_copy(parts, self.device)
         of_segments = iter(moved[len(blocks) :])
@@ -303,9 +314,11 @@ class Pipeline:
         group = self.groups.pack_groups.get(num_sharing, group)
         if block.tree is not None:  # its columns are cut as one sequence
             columns = zigzag_columns((block.input_ids.shape[1],), group.size(), group.rank())
-            return replace(block, share=ContextShare.of_places(columns, block.tree.places, group))
-        columns = zigzag_columns(self._segments(block), group.size(), group.rank())
-        return replace(block, share=ContextShare.of(columns, block.predicts_sampled, group))
+            share = ContextShare.of_places(columns, block.tree.places, group)
+        else:
+            columns = zigzag_columns(self._segments(block), group.size(), group.rank())
+            share = ContextShare.of(columns, block.predicts_sampled, group)
+        return replace(block, share=share, images=None if block.images is None else block.images.part(columns))
 
     def _segments_of(self, block: MicroBatch) -> Segments | None:
         """What Megatron passes to every layer: the segments of the block, on the CPU; None: a padded block, whole."""
@@ -342,8 +355,13 @@ class Pipeline:
         # Megatron wants positions and does not use them: rotary embeddings go by segments.
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
         routing = nullcontext() if self.routing is None else self.routing.forward_pass(self.chunks.index(model), block)
+        embedded: Tensor | None = None
+        embeds = self.groups.is_first_stage and model is self.chunks[0]
+        if embeds and self.images is not None and block.images is not None and segments is not None:
+            segments.images = self.images.tokens(block.images, self.device)
+            embedded = self.images.embedded(model, input_ids, positions, segments.images)
         with routing:
-            output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
+            output: Tensor = model(input_ids, positions, None, decoder_input=embedded, packed_seq_params=segments)
         if model is self.chunks[-1]:
             finished_one()
         return output

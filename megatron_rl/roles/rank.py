@@ -12,7 +12,8 @@ from megatron_rl.config.megatron import FORWARD_OPTIONS, OptimConfig, OverrideTr
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
-from megatron_rl.experience.micro_batches import MicroBatching, round_up
+from megatron_rl.experience.block_layout import round_up
+from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.observe.memory_ledger import MemoryLedger
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.mpu import TrainGroups

@@ -27,7 +27,7 @@ from megatron_rl.data.reading import (
 )
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.micro_batches import round_up
+from megatron_rl.experience.block_layout import round_up
 from megatron_rl.parallel.zigzag import segment_multiple
 from megatron_rl.tasks.training_records import mismatched
 

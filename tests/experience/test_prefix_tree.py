@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.experience.micro_batches import laid_as_tree, micro_batches
+from megatron_rl.experience.block_layout import laid_as_tree
+from megatron_rl.experience.micro_batches import micro_batches
 from megatron_rl.experience.prefix_tree import keys_of, nodes_of, num_common, other_bytes, prefix_tree, tree_plan
 from megatron_rl.images import ImagePiece, digest_of_image
 from megatron_rl.model.segments import Segments

@@ -45,6 +45,7 @@ from megatron_rl.model.families.shape import (
     shape_of,
     sliding_window,
 )
+from megatron_rl.model.families.vision import ImageForm, image_form
 from megatron_rl.model.parts import (
     CORRECTION,
     AttentionShape,
@@ -108,4 +109,6 @@ __all__ = [
     "shape_of",
     "tensors_of",
     "value_param_map",
+    "ImageForm",
+    "image_form",
 ]

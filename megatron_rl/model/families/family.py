@@ -129,13 +129,34 @@ class Carried:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """The vision tower next to a language model.
+
+    model, module: transformers' folder and class of the module that computes it. prefix: the beginning of its tensors'
+    names in a folder. ids, sections: defaults of the tokens that stand for an image and for a video, and of the field
+    of `ImageForm`. has_levels: it also makes features for layers behind the first ones. defaults: values of absent
+    settings in `vision_config`.
+    """
+
+    model: str
+    module: str
+    prefix: str
+    ids: tuple[int, int]
+    sections: tuple[int, int, int]
+    alternating: bool = True
+    has_levels: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
 class Inside:
     """Where a language model is in the folder of a larger model, such as one that also reads images.
 
     text: the language model by itself; a critic is exported as its classifier. key: the object of config.json with its
     settings, which may also be outside of it. folder_prefix: stands in the names of a folder's tensors for the text
     model's "model.". engine_prefix: stands before the text model's names in the rollout engine. is_only_form: the
-    language model is published in no other folder, so that runs on text name it, too.
+    language model is published in no other folder, so that runs on text name it, too. tower: computes features of
+    images; None: the model reads text alone here.
     """
 
     text: Family
@@ -143,6 +164,7 @@ class Inside:
     folder_prefix: str = "model.language_model."
     engine_prefix: str = "language_model."
     is_only_form: bool = False
+    tower: Tower | None = None
 
     def in_folder(self, name: str) -> str:
         """The name in the folder of a tensor of the text model."""
@@ -222,7 +244,12 @@ class Family:
         """
         inside, absent = Inside(self, **places), dict(self.defaults) | dict(defaults)
         return replace(
-            self, architecture=architecture, own_type=model_type, carried=carried, defaults=absent, inside=inside
+            self,
+            architecture=architecture,
+            own_type=model_type,
+            carried=carried,
+            defaults=absent,
+            inside=inside,
         )
 
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.model.families.family import STEP_RULE, Carried, Family, Style, Window
+from megatron_rl.model.families.family import STEP_RULE, Carried, Family, Style, Tower, Window
 from megatron_rl.model.families.gated_delta_keys import GatedDeltaKeys
 from megatron_rl.model.parts import Experts, SharedExperts
 
@@ -104,16 +104,57 @@ GATED_DELTA = (
 )
 
 # Models that also read images, of which the language model is trained; the vision tower is passed through.
-WITH_IMAGES = Carried(("model.visual.", AHEAD))
+VISUAL = "model.visual."
+WITH_IMAGES = Carried((VISUAL, AHEAD))
+MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN2_5_TOWER = Tower(
+    "qwen2_5_vl",
+    "Qwen2_5_VisionTransformerPretrainedModel",
+    "visual.",
+    (151_655, 151_656),
+    sections=(16, 24, 24),
+    alternating=False,
+    defaults=MERGED | {"patch_size": 14},
+)
+QWEN3_TOWER = Tower(
+    "qwen3_vl",
+    "Qwen3VLVisionModel",
+    VISUAL,
+    (151_655, 151_656),
+    sections=(24, 20, 20),
+    has_levels=True,
+    defaults=MERGED | {"patch_size": 16, "deepstack_visual_indexes": (8, 16, 24)},
+)
+QWEN3_5_TOWER = Tower(
+    "qwen3_5",
+    "Qwen3_5VisionModel",
+    VISUAL,
+    (248_056, 248_057),
+    sections=(11, 11, 10),
+    defaults=MERGED | {"patch_size": 16},
+)
 WITH_VISION = (
     # Qwen3.5, as it is published.
-    GATED_DELTA[1].within("Qwen3_5ForConditionalGeneration", "qwen3_5", carried=WITH_IMAGES, is_only_form=True),
-    GATED_DELTA[2].within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", carried=WITH_IMAGES, is_only_form=True),
+    GATED_DELTA[1].within(
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        carried=WITH_IMAGES,
+        tower=QWEN3_5_TOWER,
+        is_only_form=True,
+    ),
+    GATED_DELTA[2].within(
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        carried=WITH_IMAGES,
+        tower=replace(QWEN3_5_TOWER, model="qwen3_5_moe", module="Qwen3_5MoeVisionModel"),
+        is_only_form=True,
+    ),
     # Qwen2.5-VL: Qwen2 under its own names, the vision tower next to it. Older folders have no text_config.
     QWEN2[0].within(
         "Qwen2_5_VLForConditionalGeneration",
         "qwen2_5_vl",
         carried=Carried(("visual.",)),
+        tower=QWEN2_5_TOWER,
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "eos_token_id": 151_645},
         folder_prefix="model.",
     ),
@@ -121,7 +162,8 @@ WITH_VISION = (
     replace(QWEN3[0], window=None).within(  # whatever its text_config says
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
-        carried=Carried(("model.visual.",)),
+        carried=Carried((VISUAL,)),
+        tower=QWEN3_TOWER,
         defaults={"rope_theta": 500_000.0},
     ),
 )
