@@ -41,6 +41,7 @@ from megatron_rl.planning.layout_search.random_placements import sampled, write_
 from megatron_rl.planning.layout_search.request import MapRequest, cluster_of, read_base
 from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory_report import with_kv_cache
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.run_plan import Plan, mean_lengths, plan_of
 from megatron_rl.profile.hardware_file import hardware_text
 from megatron_rl.profile.hardware_file import sentences as profile_sentences
@@ -98,8 +99,9 @@ def plan_command(
     plan: Plan | None = None
     if run_config is not None and gpu is not None and not violations:
         with without_collections():  # an exchange plan is up to a million objects, and all of them stay
-            run_config = with_kv_cache(run_config, gpu) if run_config.generates else run_config
-            plan = plan_of(run_config, gpu, prompt_length, response_length)
+            models = RunModels(run_config) if run_config.generates else None
+            run_config = with_kv_cache(run_config, gpu, variant_of=models) if models is not None else run_config
+            plan = plan_of(run_config, gpu, prompt_length, response_length, variant_of=models)
     if as_json:
         print_plan(run, plan, features)
         raise typer.Exit(ConfigError.exit_code if violations else 0)

@@ -157,18 +157,21 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> G
     return GenerationMemory(hardware, pools, KVCacheSize.of(config, actor), kv_bytes, config.longest_sequence, room)
 
 
-def with_kv_cache(config: RunConfig, hardware: Hardware, folders: ModelFolders | None = None) -> RunConfig:
+def with_kv_cache(
+    config: RunConfig, hardware: Hardware, folders: ModelFolders | None = None, variant_of: RunModels | None = None
+) -> RunConfig:
     """Return a copy in which `kv_cache_memory_bytes` replaces `gpu_memory_utilization`, where that is set on CUDA.
 
     The cache takes what weights and passes of generation leave of their share, at most what everything else on the
     rank leaves of the GPU, and at least enough for the longest sequence. The configuration must have passed preflight.
+    folders, variant_of: as of `RunModels`.
     """
     changed = copy.deepcopy(config)
     rollout = changed.actor_rollout_ref.rollout
     share, rollout.gpu_memory_utilization = rollout.gpu_memory_utilization, None
     if share is None or config.trainer.device != "cuda":
         return changed
-    models = RunModels(changed, folders)
+    models = RunModels(changed, folders, variant_of)
     report = memory_report(changed, models, hardware)
     phases = [stage.phases[GEN] for stage in report.pools[models.generating.spec.name]]
     held = max(sum(phase.get(name, 0) for name in OF_GENERATION) for phase in phases)

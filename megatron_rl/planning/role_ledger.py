@@ -17,7 +17,7 @@ from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_emulated, is_in_eight_bits, mtp_specs
-from megatron_rl.model.families.adapter_params import adapter_specs
+from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
 from megatron_rl.parallel.muon_runs import is_muon_matrix
 from megatron_rl.parallel.rank_grid import train_grid
@@ -66,6 +66,11 @@ class RoleParams:
         heads = {HEAD} if role.has_value_head else set()
         base = {name: spec for name, spec in specs.items() if name not in heads}
         return cls(ModelParams(base), ModelParams(adapters | {name: specs[name] for name in heads}))
+
+    @cached_property
+    def adapted(self) -> frozenset[str]:
+        """Parameters of the base into which adapters can be merged."""
+        return frozenset(merged_rows(self.base.specs, self.trained.specs) if self.trained is not None else ())
 
 
 @dataclass(frozen=True)

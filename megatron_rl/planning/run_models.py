@@ -16,7 +16,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
 from megatron_rl.hybrid_engine.plan import HOST_UNIT, Member, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
-from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
@@ -29,14 +28,20 @@ NUM_SCRATCH = 4
 """Messages in flight during a resharding, as in `hybrid_engine.exchange`."""
 
 
+ParamsKey = tuple[object, ...]
+"""All that decides the parameters of a role: its model's folder, head, multi-token prediction and adapters."""
+
+
 class PoolModels:
     """The roles of one pool on its ranks: the grids of training and of generation, and what each role holds.
 
     A pool with nothing but the rollout counts as one pipeline stage of TP 1.
     """
 
-    def __init__(self, spec: PoolSpec, models: Mapping[str, Model], config: RunConfig) -> None:
-        """models: path of a folder -> model."""
+    def __init__(
+        self, spec: PoolSpec, models: Mapping[str, Model], config: RunConfig, params: dict[ParamsKey, RoleParams]
+    ) -> None:
+        """models: path of a folder -> model. params: those read so far, of all pools and of variants of the run."""
         self.spec = spec
         self.megatron = spec.layout
         self.element = ELEMENT_BYTES[self.megatron.dtype]
@@ -45,7 +50,7 @@ class PoolModels:
         self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
         self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
         self._models, self._config = models, config
-        self._params: dict[tuple[str, ...], RoleParams] = {}
+        self._params = params
         self._ledgers: dict[str, RoleLedger] = {}
 
     def model(self, role: RoleSpec) -> Model:
@@ -62,14 +67,19 @@ class PoolModels:
     def ledger(self, role: RoleSpec) -> RoleLedger:
         """Return what a role of this pool holds and needs."""
         if role.name not in self._ledgers:
-            model, kind = self.model(role), "value" if role.has_value_head else "language"
-            key = (role.model_path, kind, *([role.name] if role.lora.rank or role.mtp != MTPUse.NONE else []))
-            if key not in self._params:
-                self._params[key] = RoleParams.of(role, model)
             teaching = TeachingCosts.of(self._config, role, self._models)
-            arguments = (self._config, role, model, self._params[key], self.spec.world_size)
+            arguments = (self._config, role, self.model(role), self.params(role), self.spec.world_size)
             self._ledgers[role.name] = RoleLedger(*arguments, teaching)
         return self._ledgers[role.name]
+
+    def params(self, role: RoleSpec) -> RoleParams:
+        """Return the parameters of a role's model, read once for all roles and variants that share them."""
+        still = role.mtp == MTPUse.FROZEN and role.is_trained
+        lora = (role.lora.rank, *role.lora.target_modules, None, *role.lora.exclude_modules) if role.lora.rank else ()
+        key = (role.model_path, role.has_value_head, role.mtp, still, lora)
+        if key not in self._params:
+            self._params[key] = RoleParams.of(role, self.model(role))
+        return self._params[key]
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
         """Return the parameters of a role's model."""
@@ -142,7 +152,9 @@ class RunModels:
         kept = folders if variant_of is None else variant_of.folders
         self.folders: ModelFolders = model_folders(config) if kept is None else kept
         models = {role.model_path: self.folders[role.model_path].model for role in self.placement.roles.values()}
-        self.pools = {name: PoolModels(spec, models, config) for name, spec in self.placement.pools.items()}
+        self._params: dict[ParamsKey, RoleParams] = {} if variant_of is None else variant_of._params
+        pools = self.placement.pools.items()
+        self.pools = {name: PoolModels(spec, models, config, self._params) for name, spec in pools}
         self.training = self.pools[self.placement.leader.pool]
         self.grid, self.megatron = self.training.grid, self.training.megatron
         self.element, self.vpp_size = self.training.element, self.training.vpp_size
@@ -320,10 +332,9 @@ def merged_bytes(models: RunModels, pp_rank: int, without: Collection[str] = ())
 
     without: tensors that are merged in FP8 instead, by their names in generation.
     """
-    lora, numels = models.actor_role.lora, models.actor_weights.shard_numels(pp_rank)
-    if not lora.is_merged:
+    if not models.actor_role.lora.is_merged:
         return {}
-    specs = models.actor.specs
-    named = {name for name in merged_rows(specs, adapter_specs(specs, lora)) if specs[name].tensor.name not in without}
-    own = [numel for name, numel in numels.items() if name in named]
+    specs, adapted = models.actor.specs, models.training.params(models.actor_role).adapted
+    numels = models.actor_weights.shard_numels(pp_rank)
+    own = [n for name, n in numels.items() if name in adapted and specs[name].tensor.name not in without]
     return {"own merged": (sum(map(aligned, own[:-1])) + sum(own[-1:])) * models.element}

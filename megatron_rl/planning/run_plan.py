@@ -189,12 +189,13 @@ class RunPlan(Plan):
         hardware: Hardware,
         lengths: tuple[float, float] | None = None,
         folders: ModelFolders | None = None,
+        variant_of: RunModels | None = None,
     ) -> RunPlan:
         """Plan a configuration that has passed preflight. lengths: mean tokens of prompt and response; None: half of
-        the limits.
+        the limits. folders, variant_of: as of `RunModels`.
         """
         lengths = lengths or mean_lengths(config.data)
-        models = RunModels(config, folders)
+        models = RunModels(config, folders, variant_of)
         memory = memory_report(config, models, hardware)
         transition = TransitionPlan.of(models)
         load = step_load(config, memory.tokens_of(lengths), lengths)
@@ -288,11 +289,14 @@ def plan_of(
     prompt: float | None = None,
     response: float | None = None,
     folders: ModelFolders | None = None,
+    variant_of: RunModels | None = None,
 ) -> Plan:
-    """Plan a configuration of any task. prompt, response: mean tokens; None: half of the limit."""
+    """Plan a configuration of any task. prompt, response: mean tokens; None: half of the limit. variant_of: as of
+    `RunModels`, for a run that generates.
+    """
     if isinstance(config, TaskConfig):
         return TaskPlan.of(config, hardware, (prompt or 0) + (response or 0) or None, folders)
-    return RunPlan.of(config, hardware, mean_lengths(config.data, prompt, response), folders)
+    return RunPlan.of(config, hardware, mean_lengths(config.data, prompt, response), folders, variant_of)
 
 
 def duration(seconds: float) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections import Counter
+from cProfile import Profile
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,16 @@ from megatron_rl.config.load import load_config
 from megatron_rl.hybrid_engine.plan import ExchangePlan, covers_training, plan_memory
 from megatron_rl.hybrid_engine.schedule import most_packed
 from megatron_rl.model.families import ParamSpec, tensors_of
+from megatron_rl.model.families.adapter_params import merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.exchange_counts import ExchangeCounts
+from megatron_rl.planning.hardware import load_hardware
+from megatron_rl.planning.memory_advice import tried
+from megatron_rl.planning.role_ledger import RoleParams
 from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.planning.weights import ModelParams, TrainedWeights
 
 REPOSITORY = Path(__file__).parents[2]
@@ -120,3 +128,18 @@ def test_work_for_671b_is_by_classes():
     assert len(counts.members) == 768
     assert len(counts.classes) < 330 < len(counts.tensors)
     assert sum(len(alike.pieces) for alike in counts.classes) < 200_000
+
+
+def test_changes_that_do_not_touch_a_model_read_it_once():
+    """Merged adapters on too few ranks: tens of variants, one reading of adapters, one exchange for each layout.
+    Would not catch a variant that is slow otherwise.
+    """
+    lora = ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=true")
+    config = layout("llama-3-8b", 2, 1, 2, 1, *lora).config
+    calls = Profile(builtins=False)
+    found = calls.runcall(RunPlan.of, config, dataclasses.replace(load_hardware("h100"), memory_bytes=2 << 34))
+    assert found.fitting is not None and found.fitting.together
+    of = Counter({entry.code: entry.callcount for entry in calls.getstats()})
+    assert of[tried.__code__] > 10
+    assert of[merged_rows.__code__] == 1 and of[RoleParams.of.__func__.__code__] <= 2
+    assert of[ExchangeCounts.__init__.__code__] <= len(found.models._by_layout)

@@ -102,6 +102,12 @@ class Projection:
             return any(fnmatchcase(name, pattern) for name in full)
         return pattern in self.aliases
 
+    @property
+    def adapter_names(self) -> tuple[str, str]:
+        """Megatron's names of A and of B."""
+        prefix = f"{self.module}.adapters.{self.name.rpartition('.')[2]}"
+        return f"{prefix}.{LORA_A}", f"{prefix}.{LORA_B}"
+
     def params(self, rank: int) -> dict[str, ParamSpec]:
         """Megatron name -> spec of A [rank, in] and B [out, rank], or of the stacks of all experts'."""
         first, stack = self.segments[0], self.segments[0].shape[:-2]
@@ -113,11 +119,11 @@ class Projection:
         )
         cuts = {LORA_A: ((a,), None if by_rows else self.tp_dim), LORA_B: (b, self.tp_dim if by_rows else None)}
         return {
-            f"{self.module}.adapters.{self.name.rpartition('.')[2]}.{kind}": ParamSpec(
+            name: ParamSpec(
                 LogicalTensor(f"{self.engine}.{kind}", segments, tp_dim, self.is_expert),
                 (f"{PEFT_PREFIX}{self.name}.{kind}.weight",) * len(segments),
             )
-            for kind, (segments, tp_dim) in cuts.items()
+            for name, (kind, (segments, tp_dim)) in zip(self.adapter_names, cuts.items(), strict=True)
         }
 
 
@@ -260,7 +266,7 @@ def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> Merg
     rows: MergedRows = {}
     names = set(adapters)
     for projection in projections_of(specs):
-        name_a, name_b = projection.params(1)
+        name_a, name_b = projection.adapter_names
         if name_a in names:
             rows.setdefault(projection.weight, {})[projection.numbers] = (name_a, name_b)
     return rows
