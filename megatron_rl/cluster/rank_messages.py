@@ -18,7 +18,7 @@ import cloudpickle
 import torch
 
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.remote_columns import Files, Part, RemoteColumn, RemoteSegment
+from megatron_rl.remote_columns import ColumnPiece, Files, Part, RemoteColumn, RemoteSegment
 
 Payload = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
@@ -40,7 +40,7 @@ class ProcessDied(Exception):
 
 
 class Packed(NamedTuple):
-    """A pickled message, and the remote columns in it."""
+    """A pickled message, and the remote columns in it; each piece that is in none is one of its own."""
 
     content: bytes
     held: list[RemoteColumn]
@@ -49,7 +49,7 @@ class Packed(NamedTuple):
 class _Pickler(cloudpickle.Pickler):
     """Writes plain CPU tensors as arrays: torch would write each into an archive, which takes five times as long.
 
-    held: the remote columns that it has written.
+    held: the remote columns that it has written, and the pieces outside of columns as such.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -59,6 +59,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is RemoteColumn:
             self.held.append(obj)
+        if type(obj) is ColumnPiece and isinstance(obj.part, RemoteSegment):
+            self.held.append(RemoteColumn.of_pieces([[obj]]))
         if type(obj) is RemoteSegment:
             return _segment, (obj.path, obj.node, obj.dtype, obj.shape)
         if type(obj) is torch.Tensor and _is_plain(obj):

@@ -83,6 +83,7 @@ class Rollout(Role):
                 self.weights = received_weights(transfer, spec, rank, source, grid)
                 self._constants |= self.weights.fill_constants(self._constants)
             of_model, mtp = parted(self.weights.tensors, source, rank)
+            placeholders = unsampled_ids(source, rank.config)
             self.generator = RolloutEngine(
                 model_path=spec.model_path,
                 architecture=source.hf_config.architectures[0],
@@ -101,7 +102,8 @@ class Rollout(Role):
                     source.model.family,
                     rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
                 ),
-                text_only=source.model.family.inside is not None,
+                text_only=source.model.family.inside is not None and not placeholders,
+                placeholders=placeholders,
                 device=rank.device,
                 routed_layers=routed_layers(source.model.family, settings) if rank.config.returns_experts else None,
                 attention=source.model.attention,
@@ -260,6 +262,13 @@ def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple
     rest = {name: tensor for name, tensor in tensors.items() if name not in own}
     own |= {engine_name(each): read[each.name] for each in constants}
     return rest, MTPModel(form.architecture, own, form.head.format(layer=model.shape.num_layers))
+
+
+def unsampled_ids(source: ModelSource, config: RunConfig) -> tuple[int, ...]:
+    """The ids that stand for images and videos, which no policy may sample; () in a run on text alone."""
+    if getattr(config.data, "image_key", None) is None:
+        return ()
+    return tuple(int(source.folder.content[f"{kind}_token_id"]) for kind in ("image", "video"))
 
 
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:

@@ -21,6 +21,9 @@ PROPOSER = "megatron_rl.rollout.earlier_proposer.EarlierProposer"
 GATED_DELTA = {"gdn_prefill_backend": "triton"}
 """vLLM's kernels of the gated delta rule. Its own choice on Hopper, FlashInfer's, is compiled by nvcc."""
 
+FEATURES = {"limit_mm_per_prompt": {"image": 0}, "enable_mm_embeds": True, "mm_processor_cache_gb": 0}
+"""Further arguments where requests have images: features instead of pixels, kept in vLLM's encoder cache alone."""
+
 LEAST_UTILIZATION = 1e-6
 """Share of a GPU that vLLM requires to be free. It accepts no zero."""
 

@@ -24,7 +24,8 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.rollout.addresses import must_stay, places
-from megatron_rl.rollout.arguments import engine_arguments, with_adapter
+from megatron_rl.rollout.arguments import FEATURES, engine_arguments, with_adapter
+from megatron_rl.rollout.image_inputs import reading_features, without_tokens
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.shared_weights import MTPModel, register_shared_loader
@@ -33,9 +34,14 @@ from third_party_patches.vllm.adapter_views import using_adapters
 from third_party_patches.vllm.rank_order import using_rank_order
 
 
-def inspect_in_process(architecture: str) -> None:
-    """Register vLLM's own class for `architecture` as loaded, which saves it a subprocess of about 7 s."""
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+def inspect_in_process(architecture: str, reads_images: bool = False) -> None:
+    """Register vLLM's own class for `architecture` as loaded, which saves it a subprocess of about 7 s.
+
+    reads_images: change it to read images by their features.
+    """
+    own: Any = ModelRegistry.models[architecture].load_model_cls()
+    own = getattr(own, "without_features", own)  # an earlier engine of this process has changed it
+    ModelRegistry.register_model(architecture, reading_features(own) if reads_images else own)
 
 
 def register_known_types() -> None:
@@ -46,18 +52,34 @@ def register_known_types() -> None:
             AutoConfig.register(kind, type(usual.__name__, (usual,), {"model_type": kind}))
 
 
-def sample_first(model: Any, num_tokens: int) -> None:
-    """Give the ids of vLLM's model from `num_tokens` on probability 0. No graph is captured over its logits."""
-    compute = model.compute_logits
+def sample_first(model: Any, num_tokens: int | None, barred: Sequence[int] = ()) -> None:
+    """Give the ids of vLLM's model from `num_tokens` on, and the barred ones, probability 0. No graph is captured over
+    its logits.
+    """
+    compute, others = model.compute_logits, list(barred)
 
     @functools.wraps(compute)
     def of_tokens(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         logits: torch.Tensor | None = compute(*args, **kwargs)
         if logits is not None:  # only one rank of a TP group may have them
-            logits[..., num_tokens:] = -torch.inf
+            if num_tokens is not None:
+                logits[..., num_tokens:] = -torch.inf
+            if others:
+                logits[..., others] = -torch.inf
         return logits
 
     model.compute_logits = of_tokens
+
+
+def draft_no(drafter: Any, barred: Sequence[int]) -> None:
+    """Cut the proposals of a drafter of vLLM before their first barred token."""
+    propose = drafter.propose
+
+    @functools.wraps(propose)
+    def before_barred(*args: Any, **kwargs: Any) -> list[list[int]]:
+        return without_tokens(propose(*args, **kwargs), barred)
+
+    drafter.propose = before_barred
 
 
 def report_steps(engine: LLMEngine) -> CachePeak:
@@ -112,7 +134,8 @@ class RolloutEngine:
     None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read next to
     `tensors`; they must not move either. None: there are none. text_only: the folder's model is larger than `tensors`,
     which are its language model's. mtp: what drafts with speculative=mtp; its tensors must not move either.
-    num_tokens: of the first ids, which may be sampled; None: all.
+    num_tokens: of the first ids, which may be sampled; None: all. placeholders: the ids that stand for images, none of
+    which is sampled; requests may have images then. (): they have none.
     """
 
     def __init__(
@@ -134,14 +157,17 @@ class RolloutEngine:
         text_only: bool = False,
         mtp: MTPModel | None = None,
         num_tokens: int | None = None,
+        placeholders: Sequence[int] = (),
     ) -> None:
-        for each in (architecture, *(() if mtp is None else (mtp.architecture,))):
-            inspect_in_process(each)
+        inspect_in_process(architecture, bool(placeholders))
+        if mtp is not None:
+            inspect_in_process(mtp.architecture)
         register_known_types()
         register_shared_loader(tensors, mtp)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
         arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)
+        arguments |= FEATURES if placeholders else {}
         adapters = adapters or EngineAdapters({}, 0, 1.0)
         if adapters.tensors:
             arguments = with_adapter(arguments, adapters.rank, adapters.scale, adapters.tensors)
@@ -151,11 +177,15 @@ class RolloutEngine:
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model
-        if num_tokens is not None:
-            sample_first(self.model, num_tokens)
+        if num_tokens is not None or placeholders:
+            sample_first(self.model, num_tokens, placeholders)
         self._models = [self.model, *([] if mtp is None else [runner.drafter.model])]
         if config.speculative == EARLIER:
             runner.drafter.attach(runner, config)
+        if placeholders and mtp is not None:
+            sample_first(runner.drafter.model, None, placeholders)
+        elif placeholders and config.speculative is not None:
+            draft_no(runner.drafter, placeholders)
         self.cache_peak = report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self._models, self.kv_cache.tensors)

@@ -8,6 +8,7 @@ values that it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -16,6 +17,7 @@ from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -25,6 +27,7 @@ from megatron_rl.observe.liveness import counting, finished_one
 from megatron_rl.records import Sampling
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.draft_meter import DraftMeter
+from megatron_rl.rollout.image_inputs import prompt_of
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
 
 
@@ -82,6 +85,7 @@ class InFlightRequests:
         self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
         cache = engine.vllm_config.cache_config
         self._shares_parts = cache.prefix_match_unit not in (None, cache.block_size)
+        self._images: dict[str, MultiModalKwargsItem] = {}  # digest -> images of one slice's starts
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
         self._routed: set[int] = set()  # unfinished requests whose experts are returned
 
@@ -134,6 +138,7 @@ class InFlightRequests:
                 names |= self._start_all(later, order.version, kind)
                 later = ()
         self._start_all(later, order.version, kind)  # of a slice without a step
+        self._images.clear()  # a request keeps those that it names
         self._wait_for_steps()
         for request in self._routed.intersection(tokens):
             experts[request] = experts_of_tokens(self._experts_so_far(request), self._routed_layers)
@@ -188,7 +193,7 @@ class InFlightRequests:
             params.routed_experts_prompt_start = start.experts_from
             self._routed.add(start.request)
         # A cached prefix of other weights must not match.
-        prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
+        prompt: Any = prompt_of(start, f"version {version}", self._images)
         self._names[start.request] = self._engine.add_request(
             str(start.request), prompt, params, lora_request=self._adapter
         )
@@ -196,9 +201,9 @@ class InFlightRequests:
 
 def apart(starts: Sequence[Start]) -> tuple[tuple[Start, ...], tuple[Start, ...]]:
     """Return the first request of every prompt, and the others: one step later they find what the first has read."""
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     for start in starts:
-        first.setdefault(start.token_ids, start.request)
+        first.setdefault(start.prompt_key, start.request)
     leaders = set(first.values())
     now = tuple(start for start in starts if start.request in leaders)
     return now, tuple(start for start in starts if start.request not in leaders)
@@ -223,9 +228,11 @@ def finish_of(request: int, answer: CompletionOutput) -> str:
 
 
 def forget_prefixes(engine: LLMEngine) -> None:
-    """Empty the prefix cache. Raises RuntimeError if the engine still has requests."""
+    """Empty the prefix cache, and that of images. Raises RuntimeError if the engine still has requests."""
     if not engine.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+    if engine.model_config.supports_multimodal_inputs:
+        engine.reset_encoder_cache()
 
 
 def of_ranks(mine: str) -> list[str]:

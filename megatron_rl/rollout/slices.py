@@ -14,11 +14,22 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.images import ImagePiece
 from megatron_rl.records import Sampling, Stored, ragged_from_lengths
 from megatron_rl.remote_columns import ColumnPiece
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
 """Why a response ended: with an end token, or at its maximum length. "" before its end."""
+
+
+class ImageInput(NamedTuple):
+    """An image of a request: the place of its placeholders, and their features.
+
+    features: [piece.num_tokens, H * (1 + D)] in the model's dtype; D: deepstack levels.
+    """
+
+    piece: ImagePiece
+    features: ColumnPiece
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class Start:
     max_tokens: how many it may generate. earlier: responses of former epochs to the same prompt, for draft tokens, the
     oldest first; each is the prompt's last tokens and all that came after, int32 as bytes. experts_from: the number of
     its first tokens whose experts the controller has, so that only those of later ones are returned; None: of none.
+    images: of token_ids, in the order of their placeholders.
     """
 
     request: int
@@ -38,6 +50,12 @@ class Start:
     sampling: Sampling
     earlier: tuple[bytes, ...] = ()
     experts_from: int | None = None
+    images: tuple[ImageInput, ...] = ()
+
+    @property
+    def prompt_key(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The tokens of the prompt and the digests of its images, equal for two requests with the same prompt."""
+        return self.token_ids, tuple(image.piece.digest for image in self.images)
 
 
 @dataclass(frozen=True)
