@@ -81,6 +81,17 @@ class PromptSamplerConfig:
 
 
 @dataclass
+class ImageSizesConfig:
+    """How large images are when they are read, in place of the model folder's own limits."""
+
+    min_pixels: Size | None = None
+    """Smaller images are enlarged to at least this number of pixels; null: as the model folder's image processor."""
+    max_pixels: Size | None = None
+    """Larger images are reduced to at most this number of pixels, which bounds the tokens of an image; null: as the
+    model folder's image processor."""
+
+
+@dataclass
 class DataConfig(TaskDataConfig):
     train_files: Annotated[Any, IsPath()] = MISSING
     """Parquet or jsonl file with the training prompts, in verl's row schema or with columns that keys below name; or a
@@ -96,6 +107,13 @@ class DataConfig(TaskDataConfig):
     """Rows of val_files to use, chosen as with train_max_samples; -1: all."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
+    image_key: str | None = None
+    """Column with the images of a prompt (png, jpeg or webp), for models that read images: bytes, a path, or an object
+    with one of them, or a list of these. `<image>` in the text stands for the next one, or a part of type image. null:
+    prompts are text."""
+    image_folder: Annotated[FilePath | None, OURS] = None
+    """Folder below which the paths of images must be, with links resolved; null: images are bytes in their rows."""
+    mm_processor_kwargs: ImageSizesConfig = field(default_factory=ImageSizesConfig)
     ground_truth_key: Annotated[str | None, OURS] = GROUND_TRUTH
     """Column with the expected answer, such as answer; a field of a struct is named with a dot. null: rows have none,
     and the reward function gets None."""

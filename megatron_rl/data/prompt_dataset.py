@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.data.messages import Message
+from megatron_rl.data.prompt_images import PromptImages, StoredImage, cut_whole
 from megatron_rl.data.prompt_mixture import PromptFile, digest_of_tokens, digest_of_values
 from megatron_rl.data.row_files import (
     ALL_ROWS,
@@ -32,6 +33,7 @@ from megatron_rl.data.row_files import (
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError
+from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, Conversation, ragged_from_lengths
 
 TOKENIZER_ARGUMENTS = {"padding", "truncation", "max_length"}
@@ -56,29 +58,39 @@ class PromptDataset:
         keeps_text: bool = False,
         vocab_size: int | None = None,
         max_samples: int = -1,
+        images: PromptImages | None = None,
     ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
         is_judged: whether a reward function scores the responses: then every row must have a data source and a ground
         truth. keeps_text: whether batches have `raw_prompt`, too. vocab_size: tokens that the model has; None: any may
-        occur. max_samples: rows to use, at most; -1: all.
+        occur. max_samples: rows to use, at most; -1: all. images: reads those of prompts, which then have a column of
+        them; None: prompts are text.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
         """
         self.files: list[PromptFile] = []
+        self.images = images
         self.keeps_text = keeps_text
         parts, offset = [], 0
         seed = data_config.seed if data_config.shuffle else None
         for path, file_rows in zip(paths, chosen_rows(paths, max_samples, seed), strict=True):
-            places, rows = read_prompts(path, data_config, is_judged, file_rows)
+            places, rows = read_prompts(path, data_config, is_judged, file_rows, images)
             located = list(zip(places, rows.objects("raw_prompt"), strict=True))
             prompt_ids = tokenise(path, located, tokenizer, data_config)
+            pieces: list[Pieces] = [()] * len(places)
+            if images is not None:
+                stored = rows.objects("images")
+                prompt_ids, pieces = images.all_written_out(places, prompt_ids, stored, data_config.prompt_key)
             refuse_unusable_tokens(places, prompt_ids, data_config.prompt_key, vocab_size)
             usable = short_enough(path, places, prompt_ids, data_config)
             prompts = rows[torch.tensor(usable, dtype=torch.int64)]
-            numbers, ids = [places[row].row for row in usable], [cut(prompt_ids[row], data_config) for row in usable]
+            numbers, whole = [places[row].row for row in usable], [(prompt_ids[row], pieces[row]) for row in usable]
+            ids, shown = map(list, zip(*(cut(*row, data_config) for row in whole), strict=True))
             prompts.add(index=offset + torch.tensor(numbers, dtype=torch.int64), input_ids=_ragged(ids))
+            if images is not None:
+                prompts.add(images=shown)
             self.files.append(PromptFile(path, len(usable), _digests(prompts, ids)))
             parts.append(prompts)
             offset += len(places) if file_rows.chosen is None else file_rows.num_rows
@@ -166,12 +178,17 @@ class PromptDataset:
 
 
 def read_prompts(
-    path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows = ALL_ROWS
+    path: str,
+    data: DataConfig,
+    is_judged: bool = True,
+    file_rows: FileRows = ALL_ROWS,
+    images: PromptImages | None = None,
 ) -> tuple[list[RowPlace], Batch]:
     """The places and the prompts of a parquet or jsonl file, without tokens.
 
     is_judged: whether every row must have a data source and a ground truth; else the file's name stands for the one,
-    and the other may be None. file_rows: the rows to use.
+    and the other may be None. file_rows: the rows to use. images: reads those of rows, which are then a column of
+    `StoredImage`s.
 
     Raises ConfigError for a missing, unreadable, damaged or empty file, for a missing column, and for bad rows, which
     it names.
@@ -179,8 +196,9 @@ def read_prompts(
     _check_columns(path, data, is_judged)
     truth, usual_source = data.ground_truth_key, data.default_data_source or (None if is_judged else Path(path).stem)
     columns = (data.prompt_key, data.reward_fn_key, "extra_info", *(() if truth is None else (truth,)))
+    columns += () if images is None else (images.column,)
 
-    def read(content: Row) -> tuple[Conversation, str, Any, dict[str, Any]]:
+    def read(content: Row) -> tuple[Conversation, str, Any, dict[str, Any], tuple[StoredImage, ...]]:
         prompt, source = needed_value(content, data.prompt_key), value_of(content, data.reward_fn_key)
         if source is None:
             source = usual_source or needed_value(content, data.reward_fn_key)
@@ -189,11 +207,16 @@ def read_prompts(
         if not isinstance(extra_info, dict):
             raise RowProblem("wrong_type", "extra_info", f"a {type(extra_info).__name__}, and not an object")
         _check_prompt(prompt, data.prompt_key)
-        return as_sent(prompt, data), str(source), ground_truth, extra_info
+        sent, stored = as_sent(prompt, data), tuple[StoredImage, ...]()
+        if images is not None:
+            sent, stored = images.of_row(sent, data.prompt_key, value_of(content, images.column))
+        return sent, str(source), ground_truth, extra_info, stored
 
-    rows, bad_rows = read_rows(path, columns, read, file_rows)
-    refuse(bad_rows, len(rows) + len(bad_rows), can_be_skipped=False)
-    names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
+    rows, bad_rows = read_rows(path, columns, read, file_rows, None if images is None else images.column)
+    if images is not None:
+        bad_rows += images.problems([(place, row[-1]) for place, row in rows])
+    refuse(bad_rows, len({row.place for row in bad_rows} | {place for place, _ in rows}), can_be_skipped=False)
+    names = ("raw_prompt", "data_source", "ground_truth", "extra_info", *(() if images is None else ("images",)))
     values = {name: [row[number] for _, row in rows] for number, name in enumerate(names)}
     return [place for place, _ in rows], Batch(**values)
 
@@ -221,6 +244,8 @@ def as_sent(prompt: Conversation, data: DataConfig) -> Conversation:
 def _check_columns(path: str, data: DataConfig, is_judged: bool) -> None:
     forms = column_forms(path, first_row_only=True)
     wanted: list[tuple[str, str, Sequence[str]]] = [("data.prompt_key", data.prompt_key, PROMPTS)]
+    if data.image_key is not None:
+        wanted.append(("data.image_key", data.image_key, ("images", "image")))
     if is_judged and data.default_data_source is None:
         wanted.append(("data.reward_fn_key", data.reward_fn_key, SOURCES))
     if is_judged and data.ground_truth_key is not None:
@@ -330,13 +355,15 @@ def short_enough(
     return kept
 
 
-def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:
-    """At most `max_prompt_length` tokens: `truncation` names the side that loses some, "middle" keeps both ends."""
+def cut(token_ids: Sequence[int], pieces: Pieces, data_config: DataConfig) -> tuple[list[int], Pieces]:
+    """At most `max_prompt_length` tokens and their images: `truncation` names the side that loses some, "middle" keeps
+    both ends. An image is kept or left out as a whole.
+    """
     ids, limit = list(token_ids), data_config.max_prompt_length
     if len(ids) <= limit:
-        return ids
+        return ids, pieces
     head = {"left": 0, "right": limit, "middle": limit // 2}[data_config.truncation]
-    return ids[:head] + ids[len(ids) - (limit - head) :]
+    return cut_whole(ids, pieces, head, limit - head)
 
 
 def _ragged(token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -348,4 +375,6 @@ def _digests(prompts: Batch, token_ids: Sequence[Sequence[int]]) -> dict[str, st
     """Name of what is compared when a run resumes -> a digest of it over these prompts, in order."""
     columns = {"data sources": "data_source", "ground truths": "ground_truth", "extra_info": "extra_info"}
     values = {name: digest_of_values(prompts.objects(column)) for name, column in columns.items()}
+    if "images" in prompts:
+        values["images"] = digest_of_values([piece.digest for piece in row] for row in prompts.objects("images"))
     return {"tokens": digest_of_tokens(token_ids)} | values

@@ -82,13 +82,17 @@ def column_forms(path: str, first_row_only: bool = False) -> dict[str, str]:
 
 
 def read_rows(
-    path: str, columns: Sequence[str], read: Callable[[Row], Content], file_rows: FileRows = ALL_ROWS
+    path: str,
+    columns: Sequence[str],
+    read: Callable[[Row], Content],
+    file_rows: FileRows = ALL_ROWS,
+    image_key: str | None = None,
 ) -> tuple[list[tuple[RowPlace, Content]], list[BadRow]]:
     """The rows of a file: (place, `read` of its content) of each that can be used, and the bad rows.
 
     columns: the columns, or fields of structs (column.field), that a parquet file is read for; jsonl is read whole.
-    read: raises RowProblem for a row that cannot be used. A row with images, videos or sounds cannot. file_rows: the
-    rows to use; of the others nothing is returned.
+    read: raises RowProblem for a row that cannot be used. A row with images, videos or sounds cannot, but for images in
+    the column `image_key`. file_rows: the rows to use; of the others nothing is returned.
 
     Raises ConfigError as `column_forms`, and for a damaged file.
     """
@@ -101,16 +105,16 @@ def read_rows(
         try:
             if isinstance(content, RowProblem):
                 raise content
-            _refuse_what_is_not_text(content)
+            _refuse_what_is_not_text(content, image_key)
             rows.append((place, read(content)))
         except RowProblem as problem:
             bad_rows.append(problem.at(place))
     return rows, bad_rows
 
 
-def _refuse_what_is_not_text(content: Row) -> None:
+def _refuse_what_is_not_text(content: Row, image_key: str | None) -> None:
     for name in NOT_TEXT:
-        if content.get(name):
+        if content.get(name) and name != image_key:
             number = f"{len(content[name])} entries" if isinstance(content[name], list) else "an entry"
             raise RowProblem("not_text", name, number)
 
