@@ -22,6 +22,7 @@ from megatron_rl.agents.observation import (
     Turn,
     messages_of_prompt,
 )
+from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, Sampling, ragged, ragged_of_pieces
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
@@ -65,7 +66,7 @@ class Episode:
     that the engine has read, from the first one on, if they were asked for. A token keeps those that it had when the
     engine read it first and sampled what follows: to read it again, elsewhere or under newer weights, changes nothing.
     opening: how its environment began it; None: it begins with the dataset's prompt. group: requests whose responses
-    are compared with this one, itself among them; (): unknown.
+    are compared with this one, itself among them; (): unknown. images: those of its prompt; None: the run reads text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -85,6 +86,7 @@ class Episode:
     failure: EpisodeFailure | None = None
     opening: InitialConversation | EpisodeFailure | None = None
     group: tuple[int, ...] = ()
+    images: Pieces | None = None
 
     @property
     def state(self) -> str:

@@ -137,7 +137,7 @@ def _order(record: Batch, sizes: list[int], work: SequenceWork | None) -> torch.
     """Return row numbers, chunk after chunk, that give chunks of these sizes about equal work; None: no reordering."""
     if work is None or len(sizes) == 1:
         return None
-    lengths = row_lengths(record["input_ids"]).tolist()
+    lengths = row_lengths(record["image_patches" if "image_patches" in record else "input_ids"]).tolist()
     if work.by_prompt and "sampled" in record:
         prompts, before = prompt_numbers(record), first_true(record["sampled"]).tolist()
         shares = share_out_prompts(prompts, lengths, before, work, sizes)

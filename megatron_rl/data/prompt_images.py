@@ -1,6 +1,6 @@
 """The images of a run's prompts: encoded bytes wait on the disk, patches are made when a step needs them.
 
-Every image is read once as the files are opened: that says its digest and grid, and which rows are bad. Its patches,
+Every image is read once as the files are opened, for its digest and grid, and to find bad rows. Its patches,
 which are much larger, are made again for the steps that read them, so that this process never holds those of a data
 set.
 """
@@ -62,7 +62,7 @@ class ImageStore:
 
 
 @dataclass(frozen=True)
-class ImageTokens:
+class PlaceholderIds:
     """placeholder: the token that stands for a part of an image. unsampled: that one, and others that text may not
     have.
     """
@@ -74,14 +74,14 @@ class ImageTokens:
 class PromptImages:
     """Reads the images of prompts. column: `data.image_key`. most: images of a prompt, at most; None: any number."""
 
-    def __init__(self, column: str, forms: ImageForms, tokens: ImageTokens, most: int | None) -> None:
+    def __init__(self, column: str, forms: ImageForms, tokens: PlaceholderIds, most: int | None) -> None:
         self.column, self._forms, self._tokens, self._most = column, forms, tokens, most
         self._reader, self._store = ImageReader(forms), ImageStore()
         self._read: dict[StoredImage, ReadImage | Unreadable] = {}
         self._of_digest: dict[str, StoredImage] = {}
 
     def of_row(self, prompt: Conversation, field: str, value: object) -> tuple[Conversation, tuple[StoredImage, ...]]:
-        """Return a prompt with parts for its images, and these. field: of the prompt. value: of the column of images.
+        """Return a prompt with parts for its images, and these. field: the prompt's. value: the column's.
 
         Raises RowProblem for what is no image, too many or too few, and images of a prompt that is text.
         """
@@ -120,7 +120,7 @@ class PromptImages:
     ) -> tuple[list[list[int]], list[Pieces]]:
         """Return the tokens of prompts with all placeholders of their images, and the pieces of these.
 
-        token_ids: with one placeholder for each image. field: of the prompts. Raises ConfigError where a text has
+        token_ids: with one placeholder for each image. field: the prompts'. Raises ConfigError where a text has
         tokens of its own that stand for images or videos.
         """
         whole, bad_rows = list[tuple[list[int], Pieces]](), list[BadRow]()

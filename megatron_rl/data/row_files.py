@@ -92,7 +92,7 @@ def read_rows(
 
     columns: the columns, or fields of structs (column.field), that a parquet file is read for; jsonl is read whole.
     read: raises RowProblem for a row that cannot be used. A row with images, videos or sounds cannot, but for images in
-    the column `image_key`. file_rows: the rows to use; of the others nothing is returned.
+    the column `image_key`. file_rows: the rows to use, without which nothing is returned.
 
     Raises ConfigError as `column_forms`, and for a damaged file.
     """

@@ -63,15 +63,16 @@ def unread_models(settings: list[Setting]) -> list[str]:
 
 
 def _rows(settings: list[Setting]) -> list[Note]:
-    """Note files that can be read here and have columns of images, videos or sounds."""
-    notes = []
+    """Note files that can be read here and have columns of images, videos or sounds that are not read."""
+    notes, read = [], {setting.value for setting in settings if setting.key == "data.image_key"}
     for setting in settings:
         if setting.key not in ("data.train_files", "data.val_files") or not isinstance(setting.value, str | list):
             continue
         for path in [path for path in as_list(setting.value) if isinstance(path, str)]:
-            columns = ", ".join(columns_not_text(path))
+            columns = ", ".join(name for name in columns_not_text(path) if name not in read)
             if columns:
-                reason = f"{path} has {columns}: rows with something in it are refused, only text is read"
+                reason = f"{path} has {columns}: rows with something in it are refused"
+                reason += ", unless data.image_key names a column of images"
                 notes.append(Note(Kind.DIFFERS, setting, reason))
     return notes
 

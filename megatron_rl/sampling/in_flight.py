@@ -11,9 +11,10 @@ import torch
 from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
 from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, rows_of
 from megatron_rl.agents.observation import Opening
+from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, Conversation, Sampling, ragged_of_pieces, row_lengths
 from megatron_rl.remote_columns import ColumnPiece
-from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
+from megatron_rl.rollout.slices import DraftCounts, Drawn, ImageInput, Start
 from megatron_rl.sampling.group_map import GroupMap, requests_of_groups
 
 SeedOf = Callable[[int, int, int, int, int], int]
@@ -24,6 +25,8 @@ EarlierOf = Callable[[int, int], tuple[bytes, ...]]
 
 PromptsOf = Callable[[Sequence[int]], Batch]
 """Rows over all files -> their prompts."""
+ImagesOf = Callable[[Pieces], tuple[ImageInput, ...]]
+"""Images of a prompt -> those of its request: see `Start.images`."""
 TASK_COLUMNS = ("index", "sample", "data_source", "ground_truth", "extra_info")
 """Columns of prompts that are entries of `Episode.row`, too."""
 
@@ -43,6 +46,7 @@ class InFlightBatches:
         limits: EpisodeLimits | None = None,
         earlier_of: EarlierOf = lambda index, batch: (),
         groups: GroupMap | None = None,
+        images_of: ImagesOf = lambda pieces: (),
     ) -> None:
         """with_versions: of tokens; False where all of a batch are of the newest weights.
 
@@ -50,7 +54,7 @@ class InFlightBatches:
         a group, which stays in its batch.
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
-        self._earlier_of, self._limits = earlier_of, limits
+        self._earlier_of, self._limits, self._images_of = earlier_of, limits, images_of
         self.has_turns = limits is not None
         self.groups = GroupMap(batch_rows) if groups is None else groups
         self._episodes: dict[int, Episode] = {}
@@ -89,7 +93,7 @@ class InFlightBatches:
         """The message with which a replica begins a request or continues it."""
         episode = self.episode(request)
         earlier = self._earlier_of(episode.row["index"], self.groups.batch_of(request))
-        return start_of(request, episode, self._seed_of, earlier)
+        return start_of(request, episode, self._seed_of, earlier, self._images_of)
 
     def extend(self, drawn: dict[int, Drawn], version: int) -> list[int]:
         """Add the tokens that a slice generated with the weights of `version`; returns requests whose turn waits for
@@ -257,6 +261,11 @@ class InFlightBatches:
         }
 
 
+def images_in_flight(answers: InFlightBatches) -> list[Pieces]:
+    """Return the images of all episodes that have some."""
+    return [episode.images for episode in list(answers._episodes.values()) if episode.images]
+
+
 def new_episodes(prompts: Batch | None, sampling: Sampling) -> list[Episode]:
     """An episode for each row of prompts."""
     if prompts is None:
@@ -264,10 +273,11 @@ def new_episodes(prompts: Batch | None, sampling: Sampling) -> list[Episode]:
     texts: Sequence[Conversation | None] = [None] * len(prompts)
     if "raw_prompt" in prompts:
         texts = prompts.objects("raw_prompt")
+    images: Sequence[Pieces | None] = prompts.objects("images") if "images" in prompts else [None] * len(prompts)
     columns = [prompts["index"].tolist(), prompts["sample"].tolist(), *map(prompts.objects, TASK_COLUMNS[2:]), texts]
     return [
-        Episode(tuple(ids.tolist()), dict(zip((*TASK_COLUMNS, "prompt"), task, strict=True)), sampling)
-        for ids, *task in zip(prompts["input_ids"].unbind(), *columns, strict=True)
+        Episode(tuple(ids.tolist()), dict(zip((*TASK_COLUMNS, "prompt"), task, strict=True)), sampling, images=shown)
+        for ids, shown, *task in zip(prompts["input_ids"].unbind(), images, *columns, strict=True)
     ]
 
 
@@ -292,6 +302,8 @@ def responses_of(episodes: Sequence[Episode], uid: torch.Tensor, with_versions: 
     rows = rows_of(episodes, with_versions, has_turns)
     tasks: dict[str, list[Any]] = {name: [episode.row[name] for episode in episodes] for name in TASK_COLUMNS}
     rows.add(uid=uid, index=torch.tensor(tasks.pop("index")), sample=torch.tensor(tasks.pop("sample")), **tasks)
+    if episodes[0].images is not None:
+        rows.add(images=[episode.images for episode in episodes])
     texts = [episode.row["prompt"] for episode in episodes]
     if None not in texts:
         begun = zip((episode.opening for episode in episodes), texts, strict=True)
@@ -299,8 +311,15 @@ def responses_of(episodes: Sequence[Episode], uid: torch.Tensor, with_versions: 
     return rows
 
 
-def start_of(request: int, episode: Episode, seed_of: SeedOf, earlier: tuple[bytes, ...] = ()) -> Start:
+def start_of(
+    request: int,
+    episode: Episode,
+    seed_of: SeedOf,
+    earlier: tuple[bytes, ...] = (),
+    images_of: ImagesOf = lambda pieces: (),
+) -> Start:
     """The message with which a replica begins an episode or continues it."""
     row, sampling = episode.row, episode.sampling
     seed = seed_of(sampling.salt, row["index"], row["sample"], episode.attempt, len(episode.token_ids))
-    return Start(request, episode.context_ids, seed, episode.room, sampling, earlier, episode.experts_from)
+    images = images_of(episode.images or ())
+    return Start(request, episode.context_ids, seed, episode.room, sampling, earlier, episode.experts_from, images)

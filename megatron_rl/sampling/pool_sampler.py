@@ -33,6 +33,7 @@ class PoolSampler(Sampler):
         """The batch of a step, which is generated now as far as it is not yet complete."""
         self.begin_batches(self.rules.last_batch(step - 1))
         while not self.queue.scheduler.is_complete(step):
+            self._read_images()
             with self.awaited.waiting(self._sampled_episodes(step)), self._rollout_mode():
                 self._run_slices(step)
             if self._groups is not None:
@@ -53,7 +54,9 @@ class PoolSampler(Sampler):
     def answer(self, prompts: Batch, sampling: Sampling, step: int | None = None) -> Batch:
         """step: of training, whose responses are generated with draft tokens from earlier ones."""
         earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts["index"].tolist()]
-        asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
+        self._read_images(prompts)
+        how = (self.rules.awaits_turns, earlier, self._images_of)
+        asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, *how)
         asked.begin()
         with self.awaited.waiting(asked.episodes), self._rollout_mode():
             while not asked.is_answered:
@@ -66,7 +69,7 @@ class PoolSampler(Sampler):
                 if slices:
                     asked.note(self.rollout.advance(slices).get())
                 asked.take_replies(waits=not slices)
-        return asked.rows()
+        return self._with_images(asked.rows())
 
     def describe(self) -> dict[str, float]:
         reports, self.queue.reports = self.queue.reports, []

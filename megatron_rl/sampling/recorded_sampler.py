@@ -45,6 +45,8 @@ class RecordedSampler(PoolSampler):
         if not self.config.returns_experts:
             rows = rows.without("routed_experts")
         rows.add(self._prompts(recorded, rows))
+        self._read_images(rows)
+        rows = self._with_images(rows)
         if greedy is not None:
             greedy.add(one_per_group(rows.select(*PROMPT_COLUMNS)))
         return SampledBatch(step, rows, greedy)

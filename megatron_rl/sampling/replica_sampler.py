@@ -92,7 +92,9 @@ class ReplicaSampler(Sampler):
     def answer(self, prompts: Batch, sampling: Sampling) -> Batch:
         """Responses to all prompt rows; open requests continue afterwards."""
         version = self.weights.version
-        asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
+        self._read_images(prompts)
+        how = (self.rules.awaits_turns, (), self._images_of)
+        asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, *how)
         with self.awaited.waiting(asked.episodes), self.driver.holding(version, drained=not self.rules.partial):
             self.driver.ask(asked.begin)
             while not self.driver.ask(lambda: generate_now(self.driver, asked, version)):
@@ -100,7 +102,7 @@ class ReplicaSampler(Sampler):
                 self.send_weights(version)
             with self.driver.locked() as queue:
                 queue.scheduler.saved(version, interrupted=True)
-        return asked.rows()
+        return self._with_images(asked.rows())
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -145,6 +147,7 @@ class ReplicaSampler(Sampler):
         with self.driver.locked() as queue:
             self.add_prompts(self.rules.last_batch(version))
             queue.begin_episodes()
+        self._read_images()
         self.driver.wait_until(lambda: self.queue.is_begun)
         with self.driver.locked() as queue:
             queue.scheduler.version_ready(version)

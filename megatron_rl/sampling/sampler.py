@@ -23,13 +23,15 @@ from megatron_rl.data.prompt_mixture import MixtureCursor, PromptCursor
 from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.errors import RewardError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
+from megatron_rl.images import Pieces
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Sampling, one_per_group, repeated
 from megatron_rl.rollout.seeds import request_seed
-from megatron_rl.rollout.slices import DraftCounts
+from megatron_rl.rollout.slices import DraftCounts, ImageInput
 from megatron_rl.sampling.filtered_batches import FilteredBatches, GroupPrompts
 from megatron_rl.sampling.group_judge import GroupJudge, keeps_of
-from megatron_rl.sampling.in_flight import InFlightBatches
+from megatron_rl.sampling.image_features import ImageFeatures, pieces_of
+from megatron_rl.sampling.in_flight import InFlightBatches, images_in_flight
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.request_queue import RequestQueue
 from megatron_rl.sampling.request_scheduler import RequestScheduler
@@ -103,7 +105,7 @@ class Sources:
 
     train_data, cursor: the prompts, and the run's position in them. scorer: of responses, which may begin before their
     batch is complete. episodes: environments that answer turns; None: a response has one turn. verdicts: the user's
-    function on groups; None: scores decide.
+    function on groups; None: scores decide. images: features of those that prompts show; None: prompts are text.
     """
 
     config: RunConfig
@@ -113,6 +115,7 @@ class Sources:
     logger: SamplingLogger
     episodes: Episodes | None = None
     verdicts: UserVerdicts | None = None
+    images: ImageFeatures | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class Sampler:
         self.episodes = self._episodes(sources.episodes, schedule)
         limits = None if self.episodes is None else self.episodes.limits
         self.awaited = Awaited(self.episodes is not None or self.rules.slice_steps is not None)
-        self._earlier = schedule.earlier
+        self._earlier, self._images = schedule.earlier, sources.images
         self.answers = InFlightBatches(
             self.rules.batch_rows,
             self.seed_of,
@@ -163,6 +166,7 @@ class Sampler:
             limits,
             self.earlier_of,
             schedule.scheduler.groups,
+            self._images_of,
         )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self._verdicts = sources.verdicts
@@ -242,6 +246,21 @@ class Sampler:
         self.add_prompts(last)
         self._begin_episodes()
 
+    def _read_images(self, prompts: Batch | None = None) -> None:
+        """Have the features of all images of requests in flight, and of prompts. The actor must not be amid a call."""
+        if self._images is not None:
+            self._images.need([*images_in_flight(self.answers), *([] if prompts is None else pieces_of(prompts))])
+
+    def _images_of(self, pieces: Pieces) -> tuple[ImageInput, ...]:
+        """Return the images of a request: see `Start`."""
+        return () if self._images is None else self._images.inputs(pieces)
+
+    def _with_images(self, rows: Batch) -> Batch:
+        """Return rows with the columns of their images, which are in flight."""
+        if self._images is not None:
+            rows.add(self._images.columns(rows))
+        return rows
+
     def _begin_episodes(self) -> None:
         self.queue.begin_episodes()
         while not self.queue.is_begun:
@@ -319,11 +338,13 @@ class Sampler:
         """Hand the complete batch of a step to the trainer, and move the run's prompt cursor behind it."""
         if self._groups is not None:
             batch, rows = self._groups.take(step, self.queue)
+            self._with_images(batch.rows)
             batch.metrics |= {} if self._verdicts is None else self._verdicts.metrics()
             self.keep(step, rows)
             batch.metrics |= self._describe_responses(step)
             return batch
         rows, greedy = self.queue.batch(step)
+        rows = self._with_images(rows)
         self.cursor.next_indices()  # the prompts of this batch
         self.keep(step, rows)
         requests, compared = self.answers.requests_of(step)

@@ -12,7 +12,7 @@ from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
-from megatron_rl.sampling.in_flight import SeedOf, new_episodes, responses_of, start_of
+from megatron_rl.sampling.in_flight import ImagesOf, SeedOf, new_episodes, responses_of, start_of
 
 
 class UnscheduledRequests:
@@ -30,10 +30,12 @@ class UnscheduledRequests:
         episodes: Episodes | None,
         awaits_turns: bool = False,
         earlier: Sequence[tuple[bytes, ...]] = (),
+        images_of: ImagesOf = lambda pieces: (),
     ) -> None:
         """episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are generated when all
         have their replies. earlier: of each row, see `Start`; empty: of none.
         """
+        self._images_of = images_of
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
         self._uid, self._seed_of = prompts["uid"], seed_of
         self._episodes, self._awaits_turns = episodes, awaits_turns
@@ -63,7 +65,10 @@ class UnscheduledRequests:
             own = rows[first : first + size]
             ready = [(request, e) for request, e in own if not e.finish and request not in self._away]
             shares.append(
-                tuple(start_of(request, e, self._seed_of, self._earlier.get(request, ())) for request, e in ready)
+                tuple(
+                    start_of(request, e, self._seed_of, self._earlier.get(request, ()), self._images_of)
+                    for request, e in ready
+                )
             )
             first += size
         return shares

@@ -16,11 +16,11 @@ from vision_folders import BEGIN, END, IMAGE, VIDEO, VISION_END, VISION_START, s
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.image_processor import ImageForms
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.data.prompt_images import ImageTokens, PromptImages, cut_whole
+from megatron_rl.data.prompt_images import PlaceholderIds, PromptImages, cut_whole
 from megatron_rl.errors import ConfigError
 from megatron_rl.images import ImagePiece
 
-MARKS = ImageTokens(IMAGE, (IMAGE, VIDEO))
+MARKS = PlaceholderIds(IMAGE, (IMAGE, VIDEO))
 
 
 def encoded(colour: str, size: tuple[int, int] = (56, 28), kind: str = "PNG") -> bytes:

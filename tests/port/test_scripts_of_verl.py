@@ -174,7 +174,7 @@ def test_what_could_not_be_checked_is_said(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     keys = ["actor_rollout_ref.model.path=m", "critic.model.path=m", "data.train_files=a.jsonl", "data.val_files=null"]
-    keys += ["data.max_prompt_length=50", "data.max_response_length=60", "data.image_key=images"]
+    keys += ["data.max_prompt_length=50", "data.max_response_length=60"]
     (unread,) = port(None, keys, {}).unread
     assert unread.startswith("actor_rollout_ref.model.path, critic.model.path=m: m/config.json")
     (tmp_path / "m").mkdir()
@@ -183,11 +183,10 @@ def test_what_could_not_be_checked_is_said(tmp_path, monkeypatch):
     found = port(None, keys, {})
     assert found.unread == [] and any("config.json allows 100" in note.reason for note in found.of(Kind.RENAMED))
     (said,) = (note.reason for note in found.of(Kind.DIFFERS))
-    assert said == "a.jsonl has images: rows with something in it are refused, only text is read"
-    assert found.features == []
-    assert port(None, ["data.image_key=pictures"], {}).features == [
-        "images, videos or sounds in a column of another name"
-    ]
+    rule = "rows with something in it are refused, unless data.image_key names a column of images"
+    assert said == f"a.jsonl has images: {rule}" and found.features == []
+    assert port(None, [*keys, "data.image_key=images"], {}).of(Kind.DIFFERS) == []
+    assert port(None, ["data.video_key=films"], {}).features == ["videos or sounds in a column of another name"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""Features of the images that rows show: the tower reads each distinct image once, and rows share its features.
+
+    pieces of rows --PromptImages.patches--> patches, a few images at a time --actor.image_features--> remote column
+                   Start.images, and the columns image_pieces, image_grids, image_features  <--ColumnPiece by digest--
+
+Features are held where ranks made them. An image that no row has shown for long is forgotten, and read again if it
+comes back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from megatron_rl.columns import IMAGE_FEATURES
+from megatron_rl.dispatch import Future
+from megatron_rl.images import Grid, ImagePiece, Pieces
+from megatron_rl.records import Batch, Stored, as_held, ragged_from_lengths
+from megatron_rl.remote_columns import ColumnPiece, RemoteColumn
+from megatron_rl.rollout.slices import ImageInput
+
+ROUND_BYTES = 8 << 20
+"""Bytes of patches that are sent together: this process holds no more of them at a time."""
+PATCH_BYTES = 3 * 2 * 16 * 16 * 4
+"""Bytes of a patch, until one is known."""
+MOST_BYTES = 4 << 30
+"""Bytes of features beyond which images that no row in flight shows are forgotten."""
+
+
+class ImageRole(Protocol):
+    """The method of a role that reads images."""
+
+    def image_features(self, batch: Batch) -> Future[Batch]:
+        """Return `image_features` of rows with `image_grids` and `image_patches`, one image in each."""
+
+
+PatchesOf = Callable[[Sequence[str]], Sequence[tuple[Grid, torch.Tensor]]]
+"""Digests -> grid and patches float32 [patches, values] of each image."""
+
+
+class ImageFeatures:
+    """Features by digest. num_passes: images that the tower has read."""
+
+    def __init__(
+        self, patches_of: PatchesOf, role: ImageRole, most_bytes: int = MOST_BYTES, round_bytes: int = ROUND_BYTES
+    ) -> None:
+        self._patches_of, self._role = patches_of, role
+        self._most_bytes, self._round_bytes = most_bytes, round_bytes
+        self._known: OrderedDict[str, ColumnPiece] = OrderedDict()
+        self._patch_bytes = PATCH_BYTES
+        self.num_passes = 0
+
+    def need(self, rows: Iterable[Pieces]) -> None:
+        """Have the features of all images of these rows; of others some may be forgotten.
+
+        Raises ConfigError as `PromptImages.patches`, and ValueError for features that do not fit their pieces.
+        """
+        shown = {piece.digest: piece for pieces in rows for piece in pieces}
+        missing = [piece for digest, piece in shown.items() if digest not in self._known]
+        while missing:
+            taken = self._round(missing)
+            self._read(missing[:taken])
+            del missing[:taken]
+        for digest in shown:
+            self._known.move_to_end(digest)
+        self._forget(len(self._known) - len(shown))
+
+    def _round(self, missing: Sequence[ImagePiece]) -> int:
+        """How many of the first images are read together."""
+        size, number = 0, 0
+        for piece in missing:
+            size += piece.num_patches * self._patch_bytes
+            if number and size > self._round_bytes:
+                break
+            number += 1
+        return number
+
+    def _read(self, pieces: Sequence[ImagePiece]) -> None:
+        images = self._patches_of([piece.digest for piece in pieces])
+        lengths = torch.tensor([len(patches) for _, patches in images])
+        grids = torch.tensor([grid for grid, _ in images], dtype=torch.int64)
+        patches = torch.cat([patches for _, patches in images])
+        self._patch_bytes = patches[:1].numel() * patches.element_size()
+        batch = Batch(
+            image_grids=ragged_from_lengths(grids, torch.ones_like(lengths)),
+            image_patches=ragged_from_lengths(patches, lengths),
+        )
+        column = as_held(self._role.image_features(batch.read_by(IMAGE_FEATURES)).get().stored("image_features"))
+        features = column.pieces()
+        if [piece.num_tokens for piece in pieces] != [feature.length for feature in features]:
+            raise ValueError(f"{len(features)} rows of features do not fit {len(pieces)} images")
+        self._known |= {piece.digest: feature for piece, feature in zip(pieces, features, strict=True)}
+        self.num_passes += len(pieces)
+
+    def _forget(self, num_unneeded: int) -> None:
+        """Forget images from the oldest on until the others are few enough. num_unneeded: of those at most."""
+        size = sum(map(bytes_of, self._known.values()))
+        while num_unneeded > 0 and size > self._most_bytes:
+            _, dropped = self._known.popitem(last=False)
+            size, num_unneeded = size - bytes_of(dropped), num_unneeded - 1
+
+    def inputs(self, pieces: Pieces) -> tuple[ImageInput, ...]:
+        """Return the images of a request, of which `need` has the features."""
+        return tuple(ImageInput(piece, self._known[piece.digest]) for piece in pieces)
+
+    def columns(self, rows: Batch) -> Batch:
+        """Return the columns of images of rows with `images`, of which `need` has the features; none where no row has
+        an image.
+        """
+        shown: list[Pieces] = rows.objects("images")
+        if not any(shown):
+            return Batch()
+        counts = torch.tensor([len(pieces) for pieces in shown])
+        numbers = [piece.numbers for pieces in shown for piece in pieces]
+        grids = [piece.grid for pieces in shown for piece in pieces]
+        return Batch(
+            image_pieces=ragged_from_lengths(torch.tensor(numbers, dtype=torch.int64), counts),
+            image_grids=ragged_from_lengths(torch.tensor(grids, dtype=torch.int64), counts),
+            image_features=self._column(shown),
+        )
+
+    def _column(self, shown: Sequence[Pieces]) -> Stored:
+        return RemoteColumn.of_pieces([[self._known[piece.digest] for piece in pieces] for pieces in shown])
+
+
+def bytes_of(piece: ColumnPiece) -> int:
+    """Return the bytes of a piece of a column."""
+    return piece.length * torch.Size(piece.part.shape[1:]).numel() * piece.part.dtype.itemsize
+
+
+def pieces_of(rows: Batch) -> Iterator[Pieces]:
+    """Yield the images of each row; none of rows that are text."""
+    yield from rows.objects("images") if "images" in rows else ()
