@@ -28,13 +28,14 @@ class VocabSoftmax:
     """The distribution over a vocabulary whose rows are split over the ranks of `tp_group`.
 
     vocab_size: real rows; later rows are padding. temperature: logits are divided by it. soft_cap: c of logits that are
-    c tanh(W h / c); None: logits are W h.
+    c tanh(W h / c); None: logits are W h. unsampled: ids whose probability is 0, as no engine samples them.
     """
 
     vocab_size: int
     temperature: float
     tp_group: dist.ProcessGroup
     soft_cap: float | None = None
+    unsampled: tuple[int, ...] = ()
 
 
 def head_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> tuple[Tensor, Tensor]:
@@ -237,13 +238,17 @@ class LocalRows:
         self.temperature, self.soft_cap = softmax.temperature, softmax.soft_cap
         self.first = softmax.tp_group.rank() * len(weight)
         self.num_real = min(max(softmax.vocab_size - self.first, 0), len(weight))
+        last = self.first + self.num_real
+        self.unsampled = [token - self.first for token in softmax.unsampled if self.first <= token < last]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, v] of hidden [n, H]; padding, which vLLM drops, is -inf."""
+        """Float32 logits [n, v] of hidden [n, H]; padding, which vLLM drops, and `unsampled` are -inf."""
         logits = capped(torch.mm(hidden, self.weight.t()).float(), self.soft_cap)
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         logits[:, self.num_real :] = -torch.inf
+        for row in self.unsampled:
+            logits[:, row] = -torch.inf
         return logits
 
     def slope(self, logits: Tensor) -> Tensor | None:

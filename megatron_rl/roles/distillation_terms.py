@@ -140,7 +140,7 @@ def teacher_head(spec: RoleSpec, rank: Rank, own: Tensor) -> OtherHead:
     settings, keys = rank.folders[spec.model_path].language_config.to_dict(), rank.config.distillation.distillation_loss
     num_tokens = compared_tokens(rank, settings["vocab_size"])
     temperature = rank.config.temperature if keys.temperature is None else keys.temperature
-    softmax = VocabSoftmax(num_tokens, temperature, rank.groups.tp_group, head_cap(settings))
+    softmax = VocabSoftmax(num_tokens, temperature, rank.groups.tp_group, head_cap(settings), rank.unsampled)
     if spec.is_actor:
         return OtherHead(own, softmax)
     matrix = Model.of(settings).specs[HEAD]

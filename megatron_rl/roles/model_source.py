@@ -35,12 +35,14 @@ from megatron_rl.model.families import (
     is_reward_model,
     mtp_constants_of,
     mtp_specs,
+    tower_of,
 )
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.model.image_tokens import read_images
 from megatron_rl.model.mtp import add_mtp_layer
 from megatron_rl.model.te_layers import our_name, refuse_unusable
+from megatron_rl.model.tower import VisionTower, build_tower
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, is_first_copy, vocab_multiple
 
@@ -121,6 +123,18 @@ class ModelSource:
     def place(self) -> Place:
         """Position of this rank's shards."""
         return self.groups.grid.place(self.groups.rank, self.vocab_multiple)
+
+    def vision_tower(self) -> VisionTower:
+        """Build the vision tower and read its weights. Raises ConfigError for a model without one, and as `load`."""
+        config, form = self.folder.hf_config, image_form(self.folder.settings)
+        module = build_tower(config, getattr(torch, self.megatron.dtype), self.device.torch_device)
+        tower = tower_of(config.architectures)
+        assert tower is not None and form is not None  # else no module is built
+        folder = HFFolder(self.path)
+        for name, parameter in module.named_parameters():
+            whole = tuple((0, size) for size in parameter.shape)
+            folder.copy_box(tower.prefix + name, whole, tuple(parameter.shape), parameter.data)
+        return VisionTower(module, form)
 
     def language_model(self) -> UnloadedModel:
         """This rank's stage of the language model."""

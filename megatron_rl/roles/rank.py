@@ -14,6 +14,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.experience.block_layout import round_up
 from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.model.families import image_form
 from megatron_rl.observe.memory_ledger import MemoryLedger
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.mpu import TrainGroups
@@ -63,6 +64,19 @@ class Rank:
     def node(self) -> int:
         """The number of this rank's node in the cluster."""
         return self.environment.node
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether rows have images."""
+        return getattr(self.config.data, "image_key", None) is not None
+
+    @cached_property
+    def unsampled(self) -> tuple[int, ...]:
+        """Ids that no policy samples: those that stand for images, where the run reads images."""
+        if not self.reads_images:
+            return ()
+        form = image_form(self.folders[self.placement.leader.model_path].settings)
+        return () if form is None else form.unsampled
 
     def source(self, spec: RoleSpec) -> ModelSource:
         """The folder that a role starts from. The pool has one layout; what is made again is the role's own."""

@@ -52,12 +52,12 @@ class ReadModel:
         """The parameters of this rank that can follow a policy."""
         return {name: tensor for name, tensor in self.parameters.items() if name in self.specs}
 
-    def scorer(self, num_tokens: int, temperature: float) -> TokenScorer:
-        """Return log-probs under this language model, over the first `num_tokens` of its vocabulary."""
+    def scorer(self, num_tokens: int, temperature: float, unsampled: tuple[int, ...]) -> TokenScorer:
+        """Return log-probs under this language model, over the first `num_tokens` of its vocabulary but `unsampled`."""
         from megatron_rl.roles.token_scorer import TokenScorer
 
         settings = self.source.hf_config.to_dict()
-        return TokenScorer(self.pipeline, self.models, settings, temperature, num_tokens)
+        return TokenScorer(self.pipeline, self.models, settings, temperature, num_tokens, unsampled)
 
 
 def read_model(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> ReadModel:

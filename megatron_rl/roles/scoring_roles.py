@@ -35,7 +35,9 @@ class Reference(FollowingScorer):
         if spec.score is None or spec.score.call.makes is None:
             raise ValueError(f"the row of role {spec.name} does not name the column that it fills")
         self.column, model = spec.score.call.makes, self.model
-        self.scorer = model.scorer(model.source.folder.num_sampled_tokens(rank.config), rank.config.temperature)
+        self.scorer = model.scorer(
+            model.source.folder.num_sampled_tokens(rank.config), rank.config.temperature, rank.unsampled
+        )
         if spec.settings.sync_ref_model and spec.follows is None:
             self._follow(cast(TrainedRole, neighbours[ACTOR]))
 
@@ -71,7 +73,7 @@ class Teacher(FollowingScorer):
         """Read the weights. neighbours: the roles of this rank, with the actor if it is the teacher."""
         super().__init__(spec, rank, neighbours)
         num_tokens = compared_tokens(rank, self.model.source.hf_config.vocab_size)
-        self.scorer = self.model.scorer(num_tokens, rank.config.temperature)
+        self.scorer = self.model.scorer(num_tokens, rank.config.temperature, rank.unsampled)
         self.num_top = num_compared(rank.config, num_tokens)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)

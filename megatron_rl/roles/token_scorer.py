@@ -23,7 +23,8 @@ class TokenScorer:
     """Log-probabilities of sampled tokens under one language model, at the sampling temperature.
 
     models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
-    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised; None: all. What has many
+    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised, but for
+    those in `unsampled`; None: all. What has many
     numbers a token leaves the device with its micro-batch, as that of all would need much memory there.
     """
 
@@ -34,10 +35,11 @@ class TokenScorer:
         settings: Mapping[str, Any],
         temperature: float,
         num_tokens: int | None = None,
+        unsampled: tuple[int, ...] = (),
     ) -> None:
         self.pipeline = pipeline
         num_tokens = settings["vocab_size"] if num_tokens is None else num_tokens
-        softmax = VocabSoftmax(num_tokens, temperature, pipeline.groups.tp_group, head_cap(settings))
+        softmax = VocabSoftmax(num_tokens, temperature, pipeline.groups.tp_group, head_cap(settings), unsampled)
         self.head = VocabHead(models[-1], softmax)
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:

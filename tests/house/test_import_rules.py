@@ -299,8 +299,10 @@ def test_one_file_depends_on_megatrons_model_class():
 
 
 BY_NAME = {"agents/class_tools.py", "config/declarations.py", "cluster/supervisor.py"}
-BY_NAME |= {"observe/services.py", "observe/step_spans.py"}
-"""Files that import modules by name: the plug-ins of a configuration, optional services, and what a rank preloads."""
+BY_NAME |= {"observe/services.py", "observe/step_spans.py", "model/tower.py"}
+"""Files that import modules by name: the plug-ins of a configuration, optional services, what a rank preloads, and
+transformers' vision towers.
+"""
 
 
 def test_imports_by_name_are_known():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_models import random_batch
-from updates import NUM_ROWS
+from updates import NUM_ROWS, text_rows
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.model.families import family_of
 from megatron_rl.model.parts import Experts
+from megatron_rl.records import Batch
 
 
 def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> torch.Tensor:
@@ -30,14 +33,16 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
     return torch.cat(expected)
 
 
-def policy_gradients(config) -> dict:
-    """One process: log-probs, and gradients of the policy loss where old ones are equal to them."""
+def policy_gradients(config, rows_of: Callable[[Any], Batch] = text_rows) -> dict:
+    """One process: log-probs, and gradients of the policy loss where old ones are equal to them. rows_of: as of
+    `updates.one_update`.
+    """
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
     worker.build("actor")
-    experience = random_batch(NUM_ROWS)
+    experience = rows_of(worker)
     experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(SCORING))["old_log_probs"])
     worker.roles["actor"].compute_gradients(experience.read_by(ACTOR_UPDATE))
     gradients = {
@@ -49,13 +54,19 @@ def policy_gradients(config) -> dict:
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
     """Gradients of -mean(advantage * log-prob) under transformers' own model, experts as on disk."""
-    from megatron_rl.checkpoint.hf_import import HFFolder
     from megatron_rl.controller.report import hf_model
 
-    model, on_disk = hf_model(path), HFFolder(Path(path)).files
-    names = family_of(model.config.architectures).experts or Experts()
-    advantages = random_batch(NUM_ROWS)["advantages"].values()
+    model, advantages = hf_model(path), random_batch(NUM_ROWS)["advantages"].values()
     (-hugging_face_log_probs(path, model) * advantages).mean().backward()
+    return gradients_on_disk(path, model)
+
+
+def gradients_on_disk(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that transformers' model has, by the names of its folder."""
+    from megatron_rl.checkpoint.hf_import import HFFolder
+
+    on_disk = HFFolder(Path(path)).files
+    names = family_of(model.config.architectures).experts or Experts()
     gradients = {}
     for name, parameter in model.named_parameters():
         name = name.replace(".mlp.", f".{names.block}.")

@@ -14,6 +14,7 @@ from expert_rows import EXPERTS
 from family_rows import FAMILIES
 from folder_rows import FOLDERS
 from fp8_rows import FP8_TRAINING
+from image_rows import IMAGES
 from replay_rows import REPLAYED
 from resumed_rows import RESUMED
 from reward_rows import REWARDED
@@ -36,6 +37,7 @@ TABLE = (
     *REWARDED,
     *TRANSITIONS,
     *DISTILLED,
+    *IMAGES,
 )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tiny_models import random_batch, run_config
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.records import Batch
 
 NUM_ROWS = 11
 # Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
@@ -39,8 +41,16 @@ NUM_ROWS = 11
 OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
 
 
-def one_update(config) -> dict:
-    """What one rank knows after scoring the batch, one update of actor and critic, and scoring it again."""
+def text_rows(worker: Any) -> Batch:
+    """The batch of text."""
+    return random_batch(NUM_ROWS)
+
+
+def one_update(config, rows_of: Callable[[Any], Batch] = text_rows) -> dict:
+    """What one rank knows after scoring the batch, one update of actor and critic, and scoring it again.
+
+    rows_of: a rank's host -> the whole batch.
+    """
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
@@ -49,8 +59,8 @@ def one_update(config) -> dict:
     worker.build("critic")
     worker.build("reference")
     where = worker.coordinates()
-    experience = random_batch(NUM_ROWS)
-    rows = torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
+    experience = rows_of(worker)
+    rows = torch.arange(len(experience)).tensor_split(where.dp_size)[where.dp_rank]
     mine = experience[rows]
 
     def score(method) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ from megatron_rl.model.families.shape import (
     shape_of,
     sliding_window,
 )
-from megatron_rl.model.families.vision import ImageForm, image_form
+from megatron_rl.model.families.vision import ImageForm, image_form, tower_of
 from megatron_rl.model.parts import (
     CORRECTION,
     AttentionShape,
@@ -111,4 +111,5 @@ __all__ = [
     "value_param_map",
     "ImageForm",
     "image_form",
+    "tower_of",
 ]

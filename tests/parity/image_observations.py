@@ -1,0 +1,180 @@
+"""Rows with images: features of the folder's own tower in the trainer's passes, next to transformers on the pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gradients import gradients_on_disk, policy_gradients
+from ranks import run_ranks
+from scenarios import Runs, Scenario
+from tiny_models import run_config
+from updates import assert_same, collected, one_update, relative, run_layout, whole_weights
+from vision_folders import FIRST_BYTE, FIRST_COLOUR, IMAGE, VISION_END, VISION_START
+
+from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.images import ImagePiece, digest_of_image
+from megatron_rl.model.families import ImageForm, image_form, inside_of
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, single_turn
+
+READS = {"data__image_key": "images"}
+GRIDS = ((1, 4, 6), (1, 2, 2), (1, 8, 4))
+IN_ROWS = ((), (0,), (0, 1, 2), (0,), (2,), (), (1, 2), (0, 1, 2), (2,))
+"""The images of each row. Rows 1 and 3, and 2 and 7, have equal prompts; row 8 has that of row 4 with another image."""
+SAME = {3: 1, 7: 2, 8: 4}
+
+
+def patches_of(form: ImageForm, number: int) -> torch.Tensor:
+    """The patches of an image, float32 [t * h * w, values]; from 3 on the same grids have other images."""
+    rows = torch.tensor(GRIDS[number % 3]).prod()
+    return torch.randn(int(rows), form.patch_values, generator=torch.Generator().manual_seed(number))
+
+
+def images_of(row: int) -> list[int]:
+    """Numbers of a row's images."""
+    return [number + 3 * (row == 8) for number in IN_ROWS[row]]
+
+
+def image_rows(form: ImageForm) -> Batch:
+    """Nine rows of text, of one and of several images of different sizes, without their features."""
+    generator = torch.Generator().manual_seed(0)
+
+    def text(number: int) -> torch.Tensor:
+        return torch.randint(FIRST_BYTE, FIRST_COLOUR, (number,), generator=generator)
+
+    prompts: list[torch.Tensor] = []
+    rows, lengths, pieces = [], [], []
+    for row, numbers in enumerate(IN_ROWS):
+        parts, places = [text(3 + row % 4)], []
+        for number in numbers:
+            t, h, w = GRIDS[number]
+            places.append(sum(map(len, parts)) + 1)
+            marks = torch.tensor([VISION_START, *[IMAGE] * (t * h * w // form.merge**2), VISION_END])
+            parts += [marks, text(2)]
+        prompts.append(prompts[SAME[row]] if row in SAME else torch.cat(parts))
+        if row in SAME:
+            places = (prompts[-1] == VISION_START).nonzero().flatten().add(1).tolist()
+        lengths.append(2 + row % 5)
+        rows.append(torch.cat([prompts[-1], text(lengths[-1])]))
+        found = [(digest_of_image(str(number).encode(), GRIDS[number % 3]), number) for number in images_of(row)]
+        of_row = [
+            ImagePiece(place, digest, GRIDS[number % 3], int(torch.tensor(GRIDS[number % 3]).prod()) // form.merge**2)
+            for place, (digest, number) in zip(places, found, strict=True)
+        ]
+        pieces.append(torch.tensor([piece.numbers for piece in of_row], dtype=torch.int64).view(-1, 4))
+    responses = torch.tensor(lengths)
+
+    def noise() -> torch.Tensor:
+        return ragged_from_lengths(torch.randn(int(responses.sum()), generator=generator), responses)
+
+    names = ("rollout_log_probs", "old_values", "advantages", "returns")
+    grids = [torch.tensor([GRIDS[number] for number in numbers], dtype=torch.int64).view(-1, 3) for numbers in IN_ROWS]
+    counts = torch.tensor([len(one) for one in grids])
+    return single_turn(
+        ragged(rows),
+        responses,
+        image_grids=ragged_from_lengths(torch.cat(grids), counts),
+        image_pieces=ragged_from_lengths(torch.cat(pieces), counts),
+        **{name: noise() for name in names},
+    )
+
+
+def rows_with_features(worker: Any) -> Batch:
+    """The rows on a rank, with the features that its folder's tower makes."""
+    tower = worker.roles["actor"].source.vision_tower()
+    batch = image_rows(tower.form)
+    made = {
+        number: tower.features(patches_of(tower.form, number), torch.tensor(GRIDS[number % 3])) for number in range(6)
+    }
+    width = made[0].shape[1]
+    rows = [torch.cat([torch.empty(0, width), *(made[n] for n in images_of(row))]) for row in range(len(IN_ROWS))]
+    batch.add(image_features=ragged_from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])))
+    return batch
+
+
+def expected_log_probs(path: str, model: torch.nn.Module) -> torch.Tensor:
+    """Log-prob of every response token under transformers' model on the pixels, where no placeholder can follow."""
+    form = image_form(ModelFolder(path).settings)
+    assert form is not None
+    batch, expected = image_rows(form), []
+    for row, (ids, length) in enumerate(zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), strict=True)):
+        given: dict[str, torch.Tensor] = {}
+        if images_of(row):
+            given["pixel_values"] = torch.cat([patches_of(form, number) for number in images_of(row)])
+            given["image_grid_thw"] = torch.tensor([GRIDS[number % 3] for number in images_of(row)])
+            given["mm_token_type_ids"] = (ids == IMAGE).int()[None]
+        logits = model(input_ids=ids[None], use_cache=False, **given).logits[0, :-1]
+        logits = logits.index_fill(-1, torch.tensor(form.unsampled), -torch.inf)
+        expected.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[-length:, 0])
+    return torch.cat(expected)
+
+
+def by_transformers(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and gradients of -mean(advantage * log-prob) of the language model's tensors."""
+    from megatron_rl.controller.report import hf_model
+
+    model, form = hf_model(path), image_form(ModelFolder(path).settings)
+    assert form is not None
+    model.model.visual.requires_grad_(False)
+    log_probs = expected_log_probs(path, model)
+    (-log_probs * image_rows(form).flat("advantages")).mean().backward()
+    inside = inside_of(model.config.architectures)
+    assert inside is not None
+    gradients = {
+        name.replace("model.language_model.", inside.folder_prefix): gradient
+        for name, gradient in gradients_on_disk(path, model).items()
+        if "visual." not in name
+    }
+    return log_probs.detach(), gradients
+
+
+@dataclass(frozen=True)
+class ImageGradients:
+    """Log-probs of rows with images, and gradients of the language model, are those of transformers in one process.
+
+    Would not catch errors of splitting, which `ImageUpdate` does; nor a tower that both build wrongly.
+    """
+
+    bound: float = 1e-5
+    name: str = "image gradients"
+
+    def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
+        path = runs.path(scenario)
+        config = run_config(path, 1, 1, **READS, **scenario.common, **scenario.keys)
+        [found] = run_ranks(1, partial(policy_gradients, rows_of=rows_with_features), config)
+        log_probs, expected = runs.once(("image gradients", path), partial(by_transformers, path))
+        assert (found["log_probs"] - log_probs).abs().max() < 2e-5
+        ours = whole_weights([found], "actor", path)
+        assert ours.keys() - {"lm_head.weight"} == expected.keys() - {"lm_head.weight"}
+        far = {name: relative(gradient, expected[name]) for name, gradient in ours.items()}
+        assert max(far.values()) < self.bound, sorted(far.items(), key=lambda one: -one[1])[:4]
+
+
+@dataclass(frozen=True)
+class ImageUpdate:
+    """Scores and an update of rows with images equal those of one process, and its log-probs those of transformers.
+
+    Would not catch an error of gradients that one process has, too: `ImageGradients` does.
+    """
+
+    name: str = "image update"
+
+    def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
+        path = runs.path(scenario)
+
+        def updated(ranks: tuple[int, int, int], keys: Mapping[str, object], sizes: Mapping[str, object]) -> list[dict]:
+            return run_layout(path, *ranks, keys=READS | keys, update=with_images, **sizes)
+
+        alone = runs.once(("image update", path), lambda: updated((1, 1, 1), {}, {}))
+        found = updated(scenario.ranks, {**scenario.common, **scenario.keys}, scenario.sizes)
+        expected, _ = runs.once(("image gradients", path), partial(by_transformers, path))
+        for field in ("log_probs", "ref_log_probs"):
+            assert (collected(found, field) - expected).abs().max() < 2e-5
+        assert_same(found, alone, path)
+
+
+with_images = partial(one_update, rows_of=rows_with_features)

@@ -1,0 +1,40 @@
+"""Rows with images, whose positions have three axes and whose image tokens have features in place of embeddings.
+
+Positions and features are computed from a row alone, before it is cut. Every rank turns the heads of its tokens by the
+positions of these; the first stage puts features where its own part of the sequence has image tokens. So each way to
+cut a sequence (CP, sequence parallelism) or the layers (PP, chunks) that gives one process's numbers has put all
+features once. Equal prompts with different images are among the rows, as are rows of text.
+
+Not exercised: images with several frames; kernels of CUDA.
+"""
+
+from __future__ import annotations
+
+from image_observations import ImageGradients, ImageUpdate
+from layout_keys import A2A, ALL_GATHER, CP2, FULL, P2P, PADDED, SP, VPP2, of_both
+from scenarios import ALWAYS, LONG, Row, Scenario
+from sweeps import WEEKLY
+from vision_folders import save_qwen3_vl_folder, save_qwen25_vl_folder
+
+GRADIENTS, UPDATE = ImageGradients(), ImageUpdate()
+AGAIN = of_both(FULL)
+TREE = {"actor_rollout_ref__model__enable_tree_training": True}
+IMAGES = tuple(
+    Row(Scenario(save, layout, ranks, sizes, keys), observation, when)
+    for save, layout, ranks, sizes, keys, observation, when in (
+        (save_qwen25_vl_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, LONG),
+        (save_qwen25_vl_folder, "one process, padded", (1, 1, 1), {}, PADDED, GRADIENTS, WEEKLY),
+        (save_qwen3_vl_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, ALWAYS),
+        (save_qwen3_vl_folder, "one process, padded", (1, 1, 1), {}, PADDED, GRADIENTS, LONG),
+        (save_qwen3_vl_folder, "TP2, PP2, SP, VPP2", (4, 2, 2), SP | VPP2, AGAIN, UPDATE, ALWAYS),
+        (save_qwen3_vl_folder, "TP2, SP, padded", (2, 2, 1), SP, PADDED, UPDATE, LONG),
+        (save_qwen3_vl_folder, "PP2", (2, 1, 2), {}, {}, UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "DP2", (2, 1, 1), {}, {}, UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "CP2, p2p", (2, 1, 1), CP2 | P2P, {}, UPDATE, LONG),
+        (save_qwen3_vl_folder, "CP2, a2a, padded", (2, 1, 1), CP2 | A2A, PADDED, UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "one process, tree", (1, 1, 1), {}, TREE, UPDATE, LONG),
+        (save_qwen25_vl_folder, "TP2", (2, 2, 1), {}, {}, UPDATE, WEEKLY),
+        (save_qwen25_vl_folder, "PP2, padded", (2, 1, 2), {}, PADDED, UPDATE, WEEKLY),
+        (save_qwen25_vl_folder, "CP2, all_gather", (2, 1, 1), CP2 | ALL_GATHER, {}, UPDATE, WEEKLY),
+    )
+)
