@@ -14,7 +14,6 @@ Facts come in: a slice is done, weights have arrived, a batch was taken, a repli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -30,29 +29,10 @@ from megatron_rl.sampling.schedule_types import (
     ScheduleConfig,
     SliceOrder,
 )
+from megatron_rl.sampling.scheduled_replica import ScheduledReplica
 from megatron_rl.sampling.verdicts import GroupVerdicts, NoVerdicts, Verdicts
 
 COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
-
-
-@dataclass(eq=False)
-class _Replica:
-    """What is known of one replica.
-
-    held: the version of its weights. ready: the newest version that it has received, and takes with its next order.
-    owned: its open requests. inside: the requests in its engine. renewed: owned requests that the engine must start
-    again, with the tokens that they have. order: the outstanding one. straggler: the request of that order for which
-    alone the trainer waits.
-    """
-
-    held: int
-    ready: int
-    is_alive: bool = True
-    owned: set[int] = field(default_factory=set)
-    inside: set[int] = field(default_factory=set)
-    renewed: set[int] = field(default_factory=set)
-    order: SliceOrder | None = None
-    straggler: int | None = None
 
 
 class Scheduler:
@@ -75,7 +55,7 @@ class Scheduler:
         self.rules = rules
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         first = rules.first_step - 1
-        self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
+        self._replicas = [ScheduledReplica(first, first) for _ in range(num_replicas)]
         self.verdicts: GroupVerdicts = NoVerdicts()
         self._requests = Requests(rules)
         if rules.kept_groups:
@@ -86,6 +66,7 @@ class Scheduler:
         self._planned: dict[int, SliceOrder] = {}
         self._decisions: list[RequestDecision] = []
         self.away: set[int] = set()
+        self._owners: dict[int, ScheduledReplica] = {}
         self.admits = True
         if state is not None:
             self._load(state)
@@ -185,10 +166,11 @@ class Scheduler:
                 self._requests.open[request].version = order.version
         known.inside.difference_update(finished, away)
         self.away.update(away)
+        known.present.difference_update(away)
         for request in sorted(finished):
             self._finish(known, request)
         straggler, known.straggler = known.straggler, None
-        if straggler is not None and straggler in known.owned - self.away:
+        if straggler is not None and straggler in known.present:
             self._act_on_straggler(known, straggler)
         self._let_verdicts_apply()
 
@@ -196,11 +178,13 @@ class Scheduler:
         if request not in self.away:
             raise ValueError(f"request {request} is not away: these are {sorted(self.away)}")
         self.away.remove(request)
-        owner = next((replica for replica in self._replicas if request in replica.owned), None)
+        owner = self._owners.get(request)
         if is_finished:
             self._finish(owner, request)
         elif owner is None:
             self._give_back(request)
+        else:
+            owner.present.add(request)
         self._let_verdicts_apply()
 
     def sending(self, version: int) -> None:
@@ -238,8 +222,8 @@ class Scheduler:
         interrupted: instead, the engines did something else and are empty.
         """
         for replica in self._replicas:
-            replica.renewed |= replica.owned - self.away
-            self.counts["renewed"] += len(replica.owned - self.away)
+            replica.renewed |= replica.present
+            self.counts["renewed"] += len(replica.present)
 
     def replica_lost(self, replica: int) -> None:
         """The replica died: its requests go to the front of the queue; they keep their tokens only if `partial`.
@@ -251,29 +235,30 @@ class Scheduler:
             raise ValueError(f"replica {replica} is dead already")
         for request in sorted(known.owned):
             self.counts["moved"] += 1
+            del self._owners[request]
             if not (self.rules.partial and request in self.away):
                 self.away.discard(request)
                 self._give_back(request)
         self._planned.pop(replica, None)
-        self._replicas[replica] = _Replica(known.held, known.ready, is_alive=False)
+        self._replicas[replica] = ScheduledReplica(known.held, known.ready, is_alive=False)
         self._let_verdicts_apply()
 
     def replica_back(self, replica: int, version: int) -> None:
         """The replica has restarted; its engine is empty and has `version`, which should be the newest announced."""
         if self._replicas[replica].is_alive:
             raise ValueError(f"replica {replica} is not dead")
-        self._replicas[replica] = _Replica(version, version)
+        self._replicas[replica] = ScheduledReplica(version, version)
 
     # Handing out
 
-    def _room(self, replica: _Replica) -> int:
+    def _room(self, replica: ScheduledReplica) -> int:
         """Return how many more requests a replica takes: without `ahead` a whole batch, which its engine queues."""
         if not self.admits and not self.rules.in_rounds:  # in rounds they drain at their own places
             return 0
         most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
-        return max(0, most - len(replica.owned - self.away))
+        return max(0, most - len(replica.present))
 
-    def _version_at_once(self, replica: _Replica) -> int:
+    def _version_at_once(self, replica: ScheduledReplica) -> int:
         """Return the version of its next slice, without rounds; without `partial` an open request keeps it."""
         return replica.ready if self.rules.partial or not replica.owned else replica.held
 
@@ -289,18 +274,24 @@ class Scheduler:
         replicas = [self._replicas[index] for index in starters]
         return even_shares([len(r.owned) for r in replicas], [self._room(r) for r in replicas], num_waiting)
 
+    def _own(self, replica: ScheduledReplica, requests: Sequence[int]) -> None:
+        """Note that a replica has further requests, none of which is away."""
+        replica.owned.update(requests)
+        replica.present.update(requests)
+        self._owners |= dict.fromkeys(requests, replica)
+
     def _order_at_once(self, replica: int) -> SliceOrder | None:
         """Hand out requests to a replica that asks for its next slice, and return the order; without rounds."""
         known = self._replicas[replica]
         version = self._version_at_once(known)
-        if self._room(known):
+        if self._requests.head() is not None and self._room(known):
             # The replica that asks comes first, so that it wins if loads are equal.
             living = [replica, *(other for other, r in enumerate(self._replicas) if r.is_alive and other != replica)]
             starters = self._starters({other: self._version_at_once(self._replicas[other]) for other in living})
             if starters[:1] == [replica]:
                 share = self._shares(starters, self._requests.num_waiting(version))[0]
-                known.owned.update(self._requests.hand_out(share, version))
-        return self._order(replica, version, self._requests.taken + 1) if known.owned - self.away else None
+                self._own(known, self._requests.hand_out(share, version))
+        return self._order(replica, version, self._requests.taken + 1) if known.present else None
 
     def _order(self, replica: int, version: int, next_batch: int) -> SliceOrder:
         """Return the order that lets the engine of `replica` run what it owns under `version`.
@@ -315,10 +306,9 @@ class Scheduler:
                 known.renewed |= known.owned & known.inside
                 self.counts["renewed"] += len(known.owned & known.inside)
         drops = (known.inside - known.owned) | (known.inside & known.renewed)
-        present = known.owned - self.away
-        starts = present - (known.inside - drops)
+        starts = known.present - (known.inside - drops)
         known.held = version
-        known.inside = present
+        known.inside = set(known.present)
         known.renewed = set()
         known.straggler = self._straggler(known, next_batch)
         return SliceOrder(replica, version, self.rules.slice_steps, tuple(sorted(starts)), tuple(sorted(drops)))
@@ -359,7 +349,7 @@ class Scheduler:
         latest = self._requests.frontier - 1 - self.rules.versions_late
         return max(latest // self.rules.sync_every * self.rules.sync_every, self.rules.first_step - 1)
 
-    def _behind(self, due: int) -> list[_Replica]:
+    def _behind(self, due: int) -> list[ScheduledReplica]:
         """Return the replicas that must still take version `due`. One that came back with an older version after `due`
         was announced is left out: it cannot get it any more.
         """
@@ -383,9 +373,9 @@ class Scheduler:
             self._spread_by_length(starters, self._requests.hand_out(sum(shares), newest))
         else:
             for index, share in zip(starters, shares, strict=True):
-                self._replicas[index].owned.update(self._requests.hand_out(share, versions[index]))
+                self._own(self._replicas[index], self._requests.hand_out(share, versions[index]))
         for index, version in versions.items():
-            if self._replicas[index].owned - self.away:
+            if self._replicas[index].present:
                 self._planned[index] = self._order(index, version, self._requests.frontier)
 
     def _round_versions(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -426,25 +416,26 @@ class Scheduler:
         expected = [mean if length is None else length for length in of_groups]
         parts = by_expected_length(groups, expected, loads, [self._room(replica) for replica in replicas])
         for replica, part in zip(replicas, parts, strict=True):
-            replica.owned.update(part)
+            self._own(replica, part)
 
     # Ends of requests
 
-    def _finish(self, replica: _Replica | None, request: int) -> None:
+    def _finish(self, replica: ScheduledReplica | None, request: int) -> None:
         self._requests.finish(request)
         if replica is not None:
-            replica.owned.discard(request)
+            del self._owners[request]
+            replica.owned.remove(request)
+            replica.present.discard(request)
             replica.renewed.discard(request)
 
-    def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
+    def _straggler(self, replica: ScheduledReplica, next_batch: int) -> int | None:
         """Return the last unfinished request of `next_batch` if the replica runs it; None: the policy is to wait."""
         is_last = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
         if self.rules.straggler_policy == "wait" or not is_last or self.is_complete(next_batch):
             return None
-        present = replica.owned - self.away
-        return next((request for request in present if self.groups.batch_of(request) == next_batch), None)
+        return next((request for request in replica.present if self.groups.batch_of(request) == next_batch), None)
 
-    def _act_on_straggler(self, replica: _Replica, request: int) -> None:
+    def _act_on_straggler(self, replica: ScheduledReplica, request: int) -> None:
         """Count one more slice that has not finished the request, and apply the policy at the limit."""
         known = self._requests.open[request]
         known.late += 1
@@ -497,4 +488,6 @@ class Scheduler:
         if not self.rules.partial and known.num_tokens and known.version != replica.held:
             self.away.discard(request)
             self._forget(request, "forget")
-        replica.owned.add(request)
+        self._own(replica, [request])
+        if request in self.away:
+            replica.present.remove(request)

@@ -35,7 +35,7 @@ from megatron_rl.sampling.request_queue import RequestQueue
 from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 
-NUM_REPLICAS, GROUP_SIZE = 8, 5
+GROUP_SIZE = 5
 OBSERVATION = Observation(({"role": "user", "content": "go on"},), 0.25)
 TOKENS = Drawn((5, 6), (-0.5, -0.25), FINISHED_BY_STOP)
 
@@ -81,16 +81,16 @@ def prompts(num: int) -> Batch:
     )
 
 
-def flooded(num: int, num_turns: int, journal: Journal, num_away: int) -> RequestQueue:
+def flooded(num: int, num_turns: int, journal: Journal, num_away: int, num_replicas: int) -> RequestQueue:
     """Return a queue whose batch of `num` episodes is begun."""
     rules = ScheduleConfig(num, 1, has_turns=True, group_size=GROUP_SIZE)
-    scheduler = Recorder(Scheduler(rules, NUM_REPLICAS), journal)
+    scheduler = Recorder(Scheduler(rules, num_replicas), journal)
     episodes = instant_episodes(num_turns, num_away)
     episodes.record = lambda request, reply: journal.append(reply_event(request, reply))
     answers = InFlightBatches(num, lambda *key: 1, limits=episodes.limits, groups=scheduler.groups)
     sampling = Sampling(1.0, 1.0, -1, 1 << 16, salt=1)
     answers.add(1, prompts(num), sampling, None, sampling)
-    queue = RequestQueue(scheduler, answers, NUM_REPLICAS, episodes)
+    queue = RequestQueue(scheduler, answers, num_replicas, episodes)
     scheduler.version_ready(0)
     return queue
 
@@ -112,12 +112,12 @@ def play(queue: RequestQueue) -> None:
         queue.take_replies(waits=idle)
 
 
-def flood(num: int, num_turns: int, num_away: int = 0) -> dict[str, float]:
+def flood(num: int, num_turns: int, num_away: int = 0, num_replicas: int = 8) -> dict[str, float]:
     """Play a batch of episodes; return what it costs."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "schedule.jsonl"
         journal, driver = Journal(file), psutil.Process()
-        queue, before = flooded(num, num_turns, journal, num_away), driver.memory_info().rss
+        queue, before = flooded(num, num_turns, journal, num_away, num_replicas), driver.memory_info().rss
         start = time.process_time()
         play(queue)
         cpu_s = time.process_time() - start
@@ -134,10 +134,11 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, nargs="+", default=[1250, 5000, 20000])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--away", type=float, default=0.0, help="share of the episodes")
+    parser.add_argument("--replicas", type=int, default=8)
     options = parser.parse_args()
     rows = []
     for num in options.episodes:
-        rows.append(row := flood(num, options.turns, int(options.away * num)))
+        rows.append(row := flood(num, options.turns, int(options.away * num), options.replicas))
         print(
             f"{num} episodes: {row['turns'] / row['cpu_s']:.0f} turns a CPU second, {row['grown_mib']:.0f} MiB grown, "
             f"{row['rss_mib']:.0f} in all, journal {row['journal_bytes'] / row['turns']:.0f} bytes and "
