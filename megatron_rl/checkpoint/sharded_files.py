@@ -11,6 +11,7 @@ import dataclasses
 import threading
 from functools import partial
 from inspect import signature
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from megatron_rl.checkpoint.storage import storage_reason
 from megatron_rl.errors import StorageError
@@ -105,6 +107,15 @@ def failed_write(error: CheckpointException) -> Exception:
     if None in reasons.values():
         return RuntimeError(f"the checkpoint could not be written: {error}")
     return StorageError("; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())))
+
+
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """The files that a rank has written to `folder`, by their names, which megatron-core numbers from 0.
+
+    The folder is not listed: it has those of all ranks, and each rank would read the names of all.
+    """
+    files = (folder / f"__{rank}_{number}{DEFAULT_SUFFIX}" for number in count())
+    return [*takewhile(Path.exists, files)]
 
 
 def read(state: dict[str, ShardedTensor], folder: Path) -> None:

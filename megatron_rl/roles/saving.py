@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_rl.checkpoint.contents import reference_beside
 from megatron_rl.checkpoint.manifest import FileRecord, digest_files
-from megatron_rl.checkpoint.sharded_files import CheckpointWriter
+from megatron_rl.checkpoint.sharded_files import CheckpointWriter, files_of_rank
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.rng import RNGState, from_hex, to_hex
@@ -51,7 +51,7 @@ class UnfinishedSave:
     def _files(self) -> list[Path]:
         own = [self.state_file]
         for part in self.parts:
-            own += (self.folder / part).glob(f"__{self.rank}_*")
+            own += files_of_rank(self.folder / part, self.rank)
             if self.rank == 0:
                 own += [file for file in (self.folder / part).iterdir() if not file.name.startswith("__")]
         return own

@@ -1,4 +1,4 @@
-"""A save beside training writes what was there when it began, however late the files are written."""
+"""A save writes what was there when it began, however late, and asks as much of its folder however many save."""
 
 from __future__ import annotations
 
@@ -52,3 +52,27 @@ def test_what_training_changes_is_saved_as_it_was(tmp_path) -> None:
     [read] = run_ranks(1, changed_before_it_is_written, tmp_path / "saved")
     assert torch.equal(read["whole"], torch.arange(12.0))
     assert torch.equal(read["half"], torch.arange(12.0, 24.0))
+
+
+def asked_of_the_folder(folder) -> dict[str, int]:
+    """What a rank asks of the folder that it saves to, as counts."""
+    import torch.distributed as dist
+    from scale_saver import SavingHost
+
+    from third_party_patches import apply_patches
+
+    apply_patches("cpu")
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    return SavingHost().save(folder)
+
+
+def test_a_rank_asks_the_same_of_a_folder_however_many_write_to_it(tmp_path) -> None:
+    """And lists it on rank 0 alone, where a list has the names of all ranks. Would not catch calls that Python does not
+    audit, such as `stat`.
+    """
+    few, many = (run_ranks(size, asked_of_the_folder, tmp_path / str(size)) for size in (2, 6))
+    assert few == many[:2] and all(rank == few[1] for rank in many[1:])
+    assert few[0]["listed"] == 1 and "listed" not in few[1] and few[1]["files"] == 1
