@@ -37,8 +37,8 @@ def saving(host: SavingHost, folder: Path) -> dict[str, float]:
     folder.mkdir()
     first, *others = map(Counter, host.save(folder).get())
     names = sorted(first | sum(others, Counter()))
-    counts = {f"rank_0_{name}": first[name] for name in names}
-    return counts | {f"most_{name}": max(each[name] for each in others) for name in names}
+    counts = {f"rank_0_{name}": float(first[name]) for name in names}
+    return counts | {f"most_{name}": float(max(each[name] for each in others)) for name in names}
 
 
 def one_size(num_ranks: int, late_s: float) -> dict[str, float]:
