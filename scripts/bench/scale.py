@@ -1,11 +1,11 @@
 """Measure the cost of many ranks for their driver.
 
-Small ranks run under the real pool, local launcher, supervisor and heartbeats.
+Small ranks run under the real pool, local launcher, supervisor, heartbeats and repairs.
 
     python scripts/bench/scale.py [--ranks 64 128 256] [--json FILE]
 
 For each number of ranks: seconds to start, CPU seconds and bytes of a call that does nothing and of one that cuts rows
-over all ranks, the longest silence of a living rank, seconds to notice that one has died, to start all again, and to
+over all ranks, the longest silence of a living rank, seconds to notice that one has died, to repair the run, and to
 end. Each is a median of several calls. The exponent of a curve is the slope of the logarithms. Seconds of CPU are the
 driver's own, so that they hold on a machine that others use; a rank is a fork of some 7 MiB.
 """
@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.supervisor_client import LocalRankProcess
 from megatron_rl.config.roles import PoolSize
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.repairs import REPAIRS_FILE, Repairs, with_repairs
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.records import Batch
 
@@ -101,21 +104,6 @@ def rank_pool(ranks: Ranks) -> ProcessPool:
     return ProcessPool("scale", ranks, SmallHost, options=PoolOptions(env=ENVIRONMENT))
 
 
-def notice(pool: ProcessPool, rank: int) -> float:
-    """Kill a rank; return the seconds until the driver, which waits for a call, reports this rank."""
-    host = pool.host(SmallHost)
-    start = time.perf_counter()
-    os.kill(pool.pids[rank], signal.SIGKILL)
-    try:
-        while time.perf_counter() - start < 120:
-            host.noop().get()
-    except WorkerFailure as error:
-        if f"rank {rank} " not in str(error):
-            raise
-        return time.perf_counter() - start
-    raise RuntimeError(f"rank {rank} is dead, and the driver has not noticed")
-
-
 def longest_silence(pool: ProcessPool, seconds: float) -> float:
     """Return how long the driver has not heard of one of the living ranks, at most."""
     longest, until = 0.0, time.monotonic() + seconds
@@ -128,39 +116,78 @@ def longest_silence(pool: ProcessPool, seconds: float) -> float:
     return longest
 
 
+class ManyRanks:
+    """A run of small ranks under the controller's repairs: its first attempt is measured and loses a rank.
+
+    row: the figures. folder: of the run.
+    """
+
+    def __init__(self, num_ranks: int, rounds: int, listen_s: float, folder: Path) -> None:
+        self.row: dict[str, float] = {"ranks": num_ranks}
+        self._num_ranks, self._rounds, self._listen_s, self._folder = num_ranks, rounds, listen_s, folder
+        self._begun = 0.0
+
+    def attempt(self, repairs: Repairs) -> None:
+        """Start the ranks and call them; the first time until one has died."""
+        with (
+            repairs.launcher(lambda: LocalLauncher("cpu", (SmallHost.__module__,), ENVIRONMENT)) as launcher,
+            launcher.reserve(PoolSize(1, self._num_ranks), ()) as ranks,
+        ):
+            start, cpu = time.perf_counter(), time.process_time()
+            with rank_pool(ranks) as pool:
+                seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+                repairs.begun(0, "start", self._folder)
+                if not repairs.attempt:
+                    self.row |= {"start_s": seconds, "start_cpu_s": cpu_s} | cpu_of_start(pool.pids)
+                    self._measure(pool)
+                    self._lose_one(pool, self._num_ranks // 2)
+                pool.host(SmallHost).noop().get()
+                self.row["repair_s"] = repairs.all[0].seconds
+                self._begun = time.perf_counter()
+
+    def note_end(self) -> None:
+        """Note how long the end took, after which nothing may be left."""
+        self.row["end_s"] = time.perf_counter() - self._begun
+        if left := psutil.Process().children(recursive=True):
+            raise RuntimeError(f"{len(left)} processes are left")
+
+    def _measure(self, pool: ProcessPool) -> None:
+        row, host = self.row, pool.host(SmallHost)
+        rows = torch.arange(self._num_ranks * ROWS_PER_RANK, dtype=torch.float32)
+        batch = Batch(scores=rows)
+        for name, call in (("noop", lambda: host.noop().get()), ("rows", lambda: host.scores(batch).get())):
+            call()
+            row |= {f"{name}_{unit}": value for unit, value in measured(call, self._rounds).items()}
+        assert torch.equal(host.scores(batch).get()["scores"], rows + 1)
+        row["threads"] = threading.active_count()
+        row["silence_s"] = longest_silence(pool, self._listen_s)
+        row["driver_mib"] = psutil.Process().memory_info().rss / MIB
+        row["ranks_mib"] = memory_mib([psutil.Process(pid) for pid in pool.pids])
+
+    def _lose_one(self, pool: ProcessPool, rank: int) -> None:
+        """Kill a rank and wait for a call, until the driver reports this rank."""
+        start = time.perf_counter()
+        os.kill(pool.pids[rank], signal.SIGKILL)
+        try:
+            while time.perf_counter() - start < 120:
+                pool.host(SmallHost).noop().get()
+        except WorkerFailure as error:
+            self.row["notice_s"] = time.perf_counter() - start
+            assert f"rank {rank} " in str(error), error
+            raise
+        raise RuntimeError(f"rank {rank} is dead, and the driver has not noticed")
+
+
 def one_size(num_ranks: int, rounds: int, listen_s: float = 10.0) -> dict[str, float]:
-    """Start the ranks, call them, hear them for a while, lose one, start them again, end them."""
-    row: dict[str, float] = {"ranks": num_ranks}
-    rows = torch.arange(num_ranks * ROWS_PER_RANK, dtype=torch.float32)
-    batch = Batch(scores=rows)
-    driver = psutil.Process()
-    with (
-        LocalLauncher("cpu", (SmallHost.__module__,), ENVIRONMENT) as launcher,
-        launcher.reserve(PoolSize(1, num_ranks)) as ranks,
-    ):
-        start, cpu = time.perf_counter(), time.process_time()
-        with rank_pool(ranks) as pool:
-            row |= {"start_s": time.perf_counter() - start, "start_cpu_s": time.process_time() - cpu}
-            row |= cpu_of_start(pool.pids)
-            host = pool.host(SmallHost)
-            for name, call in (("noop", lambda: host.noop().get()), ("rows", lambda: host.scores(batch).get())):
-                call()
-                row |= {f"{name}_{unit}": value for unit, value in measured(call, rounds).items()}
-            assert torch.equal(host.scores(batch).get()["scores"], rows + 1)
-            row["threads"] = threading.active_count()
-            row["silence_s"] = longest_silence(pool, listen_s)
-            row["driver_mib"] = driver.memory_info().rss / MIB
-            row["ranks_mib"] = memory_mib([psutil.Process(pid) for pid in pool.pids])
-            row["notice_s"] = notice(pool, num_ranks // 2)
-            begun = time.perf_counter()
-        with rank_pool(ranks) as pool:
-            pool.host(SmallHost).noop().get()
-            row["repair_s"] = time.perf_counter() - begun
-            begun = time.perf_counter()
-    row["end_s"] = time.perf_counter() - begun
-    if left := driver.children(recursive=True):
-        raise RuntimeError(f"{len(left)} processes are left")
-    return row
+    """Start the ranks, call them, hear them for a while, lose one, repair the run, and end it."""
+    config = RunConfig()
+    config.trainer.launcher, config.trainer.n_gpus_per_node, config.trainer.max_repairs = "local", num_ranks, 1
+    with tempfile.TemporaryDirectory() as folder:
+        run = ManyRanks(num_ranks, rounds, listen_s, Path(folder))
+        with_repairs(config, False, run.attempt)
+        run.note_end()
+        assert len((Path(folder) / REPAIRS_FILE).read_text().splitlines()) == 1
+    return run.row
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
