@@ -37,12 +37,13 @@ from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.supervisor_client import LocalRankProcess
+from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import PoolSize
-from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.repairs import REPAIRS_FILE, Repairs, with_repairs
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.records import Batch
 
+DEMO = Path(__file__).parents[2] / "configs/demo_cpu.yaml"
 MIB = 1 << 20
 ROWS_PER_RANK = 8
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -180,8 +181,7 @@ class ManyRanks:
 
 def one_size(num_ranks: int, rounds: int, listen_s: float = 10.0) -> dict[str, float]:
     """Start the ranks, call them, hear them for a while, lose one, repair the run, and end it."""
-    config = RunConfig()
-    config.trainer.launcher, config.trainer.n_gpus_per_node, config.trainer.max_repairs = "local", num_ranks, 1
+    config = load_config(DEMO, [f"trainer.n_gpus_per_node={num_ranks}", "trainer.max_repairs=1"])
     with tempfile.TemporaryDirectory() as folder:
         run = ManyRanks(num_ranks, rounds, listen_s, Path(folder))
         with_repairs(config, False, run.attempt)

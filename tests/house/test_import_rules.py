@@ -29,6 +29,7 @@ SCHEDULE = {
         "journal",
         "filtered_replay",
         "filtered_requests",
+        "scheduled_replica",
         "group_map",
         "in_flight",
         "replay",
