@@ -21,6 +21,7 @@ from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import (
     VOCAB_PADDING,
+    image_form,
     mtp_constants_of,
     mtp_specs,
     placed_settings,
@@ -266,9 +267,8 @@ def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple
 
 def unsampled_ids(source: ModelSource, config: RunConfig) -> tuple[int, ...]:
     """The ids that stand for images and videos, which no policy may sample; () in a run on text alone."""
-    if getattr(config.data, "image_key", None) is None:
-        return ()
-    return tuple(int(source.folder.content[f"{kind}_token_id"]) for kind in ("image", "video"))
+    form = image_form(source.folder.settings)
+    return () if form is None or config.data.image_key is None else form.unsampled
 
 
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:

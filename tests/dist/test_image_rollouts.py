@@ -5,57 +5,55 @@ In all folders the head wants a placeholder everywhere, more than any other toke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from image_rows import ImageRow, features_of, image_row, logits_of, patch_values, random_picture, some_rows, text
+from picture_rows import (
+    ImageRow,
+    features_of,
+    image_row,
+    loaded,
+    logits_of,
+    patch_values,
+    random_picture,
+    request,
+    some_rows,
+    text,
+    want_placeholders,
+)
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM
-from safetensors.torch import load_file, save_file
 from sweeps import marks_of
 from tiny_models import run_config
-from vision_folders import IMAGE, VIDEO, save_qwen3_vl_folder, save_qwen25_vl_folder
+from vision_folders import (
+    IMAGE,
+    VIDEO,
+    save_qwen3_5_moe_vl_folder,
+    save_qwen3_5_vl_folder,
+    save_qwen3_vl_folder,
+    save_qwen3_vl_moe_folder,
+    save_qwen25_vl_folder,
+)
 
-from megatron_rl.records import Sampling
-from megatron_rl.remote_columns import ColumnPiece
-from megatron_rl.rollout.slices import Drawn, ImageInput, Slice, Start
+from megatron_rl.rollout.slices import Drawn, Slice, Start
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+IMAGES = {"data__image_key": "images"}
 ROLLOUT = "actor_rollout_ref__rollout__"
-IN_PARTS = {f"{ROLLOUT}max_num_batched_tokens": 8, f"{ROLLOUT}max_num_seqs": 8, f"{ROLLOUT}prefix_match_unit": 4}
-"""Prompts are read in parts that end inside images, and share the part that is equal, up to 3 tokens."""
-SAVES = (save_qwen25_vl_folder, save_qwen3_vl_folder)
-WAYS = {"whole": {}, "parts": IN_PARTS}
-CASES = [(save, tp_size, way) for save in SAVES for tp_size in (1, 2) for way in WAYS]
-OFTEN = [(save_qwen3_vl_folder, 2, "parts")]
-FURTHER = [case for case in CASES if case[1:] != (1, "parts")]
-
-
-def want_placeholders(path: str) -> str:
-    """Let one of the two placeholders have by far the largest logit, whatever the hidden state; returns the path.
-
-    The rows are not read as embeddings, because features stand in their place.
-    """
-    file = Path(path, "model.safetensors")
-    tensors = load_file(file)
-    name = next(name for name in (*tensors, "") if name.endswith(("lm_head.weight", "embed_tokens.weight")))
-    head = tensors.get("lm_head.weight", tensors[name])
-    wanted = 1e4 * head.norm(dim=1).max() * head[40] / head[40].norm()
-    head[IMAGE], head[VIDEO] = wanted, -wanted
-    save_file(tensors, file, metadata={"format": "pt"})
-    return path
-
-
-def loaded(path: str) -> torch.nn.Module:
-    name = json.loads(Path(path, "config.json").read_text())["architectures"][0]
-    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+IN_PARTS: dict[str, object] = {f"{ROLLOUT}max_num_batched_tokens": 8, f"{ROLLOUT}max_num_seqs": 8}
+"""Prompts are read in parts, which end inside images."""
+WAYS = {"whole": {}, "parts": IN_PARTS, "shared parts": IN_PARTS | {f"{ROLLOUT}prefix_match_unit": 4}}
+"""The last: beginnings that are equal are shared, up to 3 tokens, which layers with states cannot do."""
+ATTENDING = (save_qwen25_vl_folder, save_qwen3_vl_folder, save_qwen3_vl_moe_folder)
+LINEAR = (save_qwen3_5_vl_folder, save_qwen3_5_moe_vl_folder)
+CASES = [(save, tp_size, way) for save in ATTENDING for tp_size in (1, 2) for way in ("whole", "shared parts")]
+CASES += [(save, tp_size, way) for save in LINEAR for tp_size in (1, 2) for way in ("whole", "parts")]
+OFTEN = [(save_qwen3_vl_folder, 2, "shared parts")]
+FURTHER = [case for case in CASES if case[1:] != (1, "shared parts")]
 
 
 def twins(model: torch.nn.Module) -> list[ImageRow]:
@@ -66,11 +64,6 @@ def twins(model: torch.nn.Module) -> list[ImageRow]:
     rows = [image_row([picture, *words]) for picture in (one, other, one)]
     assert rows[0].token_ids == rows[1].token_ids
     return rows
-
-
-def request(number: int, row: ImageRow, features: dict[str, torch.Tensor], sampling: Sampling) -> Start:
-    images = tuple(ImageInput(piece, ColumnPiece.whole(features[piece.digest])) for piece in row.pieces)
-    return Start(number, row.token_ids, number, sampling.max_tokens, sampling, images=images)
 
 
 def continued(start: Start, drawn: Drawn, length: int) -> Start:
@@ -110,12 +103,18 @@ def rollouts(config, rows: Sequence[ImageRow], pairs: Sequence[ImageRow], featur
     return known
 
 
-def differs(model: torch.nn.Module, row: ImageRow, new: Drawn, before: Sequence[int] = ()) -> float:
-    """Largest difference of log-probs to transformers, which has no placeholders among its tokens."""
+def log_probs_of(model: torch.nn.Module, row: ImageRow, new: Drawn, before: Sequence[int] = ()) -> torch.Tensor:
+    """float32 [T, V] of transformers, without the placeholders, which it wants most."""
     logits = logits_of(model, row, [*before, *new.token_ids])[len(before) :]
-    assert (logits[:, [IMAGE, VIDEO]].max(-1).values - logits[:, :IMAGE].max(-1).values).min() > 50
+    wanted = logits[:, [IMAGE, VIDEO]].max(-1).values
     logits[:, [IMAGE, VIDEO]] = -torch.inf
-    wanted = logits.log_softmax(-1).gather(1, torch.tensor(new.token_ids)[:, None])[:, 0]
+    assert (wanted - logits.max(-1).values).min() > 50
+    return logits.log_softmax(-1)
+
+
+def differs(model: torch.nn.Module, row: ImageRow, new: Drawn, before: Sequence[int] = ()) -> float:
+    """Largest difference of log-probs to transformers."""
+    wanted = log_probs_of(model, row, new, before).gather(1, torch.tensor(new.token_ids)[:, None])[:, 0]
     return float((wanted - torch.tensor(new.log_probs)).abs().max())
 
 
@@ -131,8 +130,7 @@ def test_the_engine_reads_features(save, tp_size, way, tmp_path) -> None:
     model = loaded(path)
     rows, pairs = some_rows(model), twins(model)
     features = features_of(model, [picture for row in (*rows, *pairs) for picture in row.pictures])
-    config = run_config(path, tp_size, 1, **{f"{ROLLOUT}tensor_model_parallel_size": tp_size, **WAYS[way]})
-    config.data.image_key = "images"
+    config = run_config(path, tp_size, 1, **{f"{ROLLOUT}tensor_model_parallel_size": tp_size, **WAYS[way], **IMAGES})
     ranks = run_ranks(tp_size, rollouts, config, rows, pairs, features)
     known = ranks[0]
     assert all(rank == known for rank in ranks)
@@ -146,8 +144,7 @@ def test_the_engine_reads_features(save, tp_size, way, tmp_path) -> None:
             assert new.token_ids == first[3:]
             assert differs(model, row, new, first[:3]) < 5e-5, tried
     for row, new in zip((*rows, *pairs), (*known["greedy"], *known["twins"]), strict=True):
-        best = logits_of(model, row, new.token_ids)[:, :IMAGE].argmax(-1)
-        assert best.tolist() == list(new.token_ids)
+        assert log_probs_of(model, row, new).argmax(-1).tolist() == list(new.token_ids)
     one, other, again = known["twins"]
     assert one.log_probs[0] != other.log_probs[0] and one.token_ids == again.token_ids
     assert known["held"] > 0
@@ -194,8 +191,7 @@ def test_no_placeholder_is_drafted(way, tmp_path) -> None:
     model = loaded(path)
     rows = some_rows(model)[1:]
     features = features_of(model, [picture for row in rows for picture in row.pictures])
-    config = run_config(path, 1, 1, **{f"{ROLLOUT}speculative": way, f"{ROLLOUT}prompt_lookup_min": 1})
-    config.data.image_key = "images"
+    config = run_config(path, 1, 1, **{f"{ROLLOUT}speculative": way, f"{ROLLOUT}prompt_lookup_min": 1, **IMAGES})
     ((first, second, drafts),) = run_ranks(1, drafted, config, rows, features)
     assert drafts and not {IMAGE, VIDEO}.intersection(drafts)
     for row, plain, new in zip(rows, first, second, strict=True):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from vision_folders import FIRST_BYTE, FIRST_COLOUR, IMAGE, VISION_END, VISION_START
+import transformers
+from safetensors.torch import load_file, save_file
+from vision_folders import FIRST_BYTE, FIRST_COLOUR, IMAGE, VIDEO, VISION_END, VISION_START
 
 from megatron_rl.images import Grid, Pieces, digest_of_image, pieces_of_tokens
+from megatron_rl.records import Sampling
+from megatron_rl.remote_columns import ColumnPiece
+from megatron_rl.rollout.slices import ImageInput, Start
 
 MERGE = 2
 
@@ -97,3 +104,28 @@ def logits_of(model: torch.nn.Module, row: ImageRow, response: Sequence[int]) ->
         images["mm_token_type_ids"] = (ids == IMAGE).int()
     whole = model(input_ids=ids, use_cache=False, **images).logits[0]
     return whole[len(row.token_ids) - 1 : -1].float()
+
+
+def want_placeholders(path: str) -> str:
+    """Let one of the two placeholders have by far the largest logit, whatever the hidden state; returns the path.
+
+    The rows are not read as embeddings, because features stand in their place.
+    """
+    file = Path(path, "model.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in (*tensors, "") if name.endswith(("lm_head.weight", "embed_tokens.weight")))
+    head = tensors.get("lm_head.weight", tensors[name])
+    wanted = 1e5 * head.norm(dim=1).max() * head[40] / head[40].norm()
+    head[IMAGE], head[VIDEO] = wanted, -wanted
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def loaded(path: str) -> torch.nn.Module:
+    name = json.loads(Path(path, "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def request(number: int, row: ImageRow, features: dict[str, torch.Tensor], sampling: Sampling) -> Start:
+    images = tuple(ImageInput(piece, ColumnPiece.whole(features[piece.digest])) for piece in row.pieces)
+    return Start(number, row.token_ids, number, sampling.max_tokens, sampling, images=images)
