@@ -61,6 +61,11 @@ def digest_of_image(patches: bytes | memoryview, grid: Grid) -> str:
     return digest.hexdigest()
 
 
+def digest_of_numbers(low: int, high: int) -> str:
+    """Return a digest by its two halves in `ImagePiece.numbers`."""
+    return b"".join(half.to_bytes(DIGEST_SIZE // 2, "little", signed=True) for half in (low, high)).hex()
+
+
 def num_placeholders(grid: Grid, merge: int) -> int:
     """Return how many tokens stand for an image, of which merge x merge patches make one.
 

@@ -6,6 +6,7 @@ from megatron_rl.images import (
     ImagePiece,
     check_pieces,
     digest_of_image,
+    digest_of_numbers,
     num_placeholders,
     parts_an_image,
     pieces_between,
@@ -49,4 +50,5 @@ def test_a_cut_keeps_whole_images():
 def test_a_digest_is_of_patches_and_grid():
     digests = {digest_of_image(*image) for image in [(b"ab", (1, 2, 4)), (b"ab", (1, 4, 2)), (b"ac", (1, 2, 4))]}
     assert len(digests) == 3 and {len(digest) for digest in digests} == {32}
+    assert all(digest_of_numbers(*ImagePiece(0, one, SMALL, 2).numbers[2:]) == one for one in digests)
     assert ImagePiece(7, "01" + "0" * 14 + "f" * 16, SMALL, 2).numbers == (7, 2, 1, -1)

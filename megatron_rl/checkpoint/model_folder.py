@@ -18,7 +18,15 @@ from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import KNOWN_TYPES, Model, family_of, inside_of, text_settings
+from megatron_rl.model.families import (
+    KNOWN_TYPES,
+    ImageForm,
+    Model,
+    family_of,
+    image_form,
+    inside_of,
+    text_settings,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -212,6 +220,11 @@ class ModelFolder:
             kept = ("bos_token_id", "pad_token_id")
             content = {name: settings[name] for name in kept if settings.get(name) is not None}
         (target / GENERATION).write_text(json.dumps({**content, "eos_token_id": ends.ids}, indent=2) + "\n")
+
+
+def form_of_images(folder: ModelFolder) -> ImageForm | None:
+    """How the model of a folder reads images; None: it does not, or its settings cannot be read."""
+    return image_form(folder.facts)
 
 
 ModelFolders = Mapping[str, ModelFolder]

@@ -29,9 +29,11 @@ from megatron_rl.planning.folder_checks import STARTING_POINTS, read_model_folde
 from megatron_rl.records import Batch, conversations
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
+from megatron_rl.sampling.image_features import PatchesOf
 
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
+from megatron_rl.controller.run_images import tensors_of_row
 
 SUMMARY_FILE = "summary.json"
 """The numbers of a whole run, in its folder."""
@@ -199,11 +201,17 @@ def export_actor(run: Run) -> float:
     """Export the actor and compare it on held-out responses of the last validation. Raises as `export_and_compare`."""
     if run.validation.parity_rows is None:
         raise ValueError("nothing was validated: there are no rows to compare the export on")
-    return export_policy(run, run.roles.actor, run.validation.parity_rows)
+    images = run.validation.data.images
+    return export_policy(run, run.roles.actor, run.validation.parity_rows, None if images is None else images.patches)
 
 
-def export_policy(run: RunBase, policy: Actor | SupervisedPolicy, rows: Batch) -> float:
-    """Export a policy; largest logit difference to the trainer on these rows. Raises as `export_and_compare`."""
+def export_policy(
+    run: RunBase, policy: Actor | SupervisedPolicy, rows: Batch, patches_of: PatchesOf | None = None
+) -> float:
+    """Export a policy; largest logit difference to the trainer on these rows. Raises as `export_and_compare`.
+
+    patches_of: gives the patches of their images.
+    """
 
     def logits() -> torch.Tensor:
         parts: Any = policy.sampled_logits(rows).get()  # no records, so one of each data-parallel rank
@@ -213,7 +221,7 @@ def export_policy(run: RunBase, policy: Actor | SupervisedPolicy, rows: Batch) -
         policy.export_hf(target).get()
 
     export_adapter(run, policy)
-    return export_and_compare(run, "logits", write, logits, lambda target: hf_sampled_logits(target, rows))
+    return export_and_compare(run, "logits", write, logits, lambda target: hf_sampled_logits(target, rows, patches_of))
 
 
 def export_adapter(run: RunBase, role: Any) -> None:
@@ -302,9 +310,16 @@ def with_engine_norms(model: Any) -> Any:
 
 
 @torch.no_grad()
-def hf_sampled_logits(folder: Path, batch: Batch) -> torch.Tensor:
-    """Float32 logits [sampled tokens, vocab_size] of a Hugging Face folder, row after row."""
+def hf_sampled_logits(folder: Path, batch: Batch, patches_of: PatchesOf | None = None) -> torch.Tensor:
+    """Float32 logits [sampled tokens, vocab_size] of a Hugging Face folder, row after row.
+
+    patches_of: gives the patches of images, by which the folder's own tower is compared, too.
+    """
     model = hf_model(folder)
     sizes = conversations(batch)[1].tolist()
     parts = zip(batch.flat("input_ids").split(sizes), batch.flat("sampled").split(sizes), strict=True)
-    return torch.cat([model(ids[None]).logits[0, :-1][sampled[1:]] for ids, sampled in parts])
+    logits = []
+    for row, (ids, sampled) in enumerate(parts):
+        shown = {} if patches_of is None else tensors_of_row(batch, row, patches_of, ids)
+        logits.append(model(ids[None], **shown).logits[0, :-1][sampled[1:]])
+    return torch.cat(logits)

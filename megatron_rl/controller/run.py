@@ -27,6 +27,7 @@ from megatron_rl.controller.recorded_samples import record_samples
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.controller.run_images import image_features, prompt_images
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
 from megatron_rl.controller.run_setup import RunBase, RunPools, raise_failures, take_folder
@@ -169,7 +170,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
             *scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers),
             rewarding,
         ]
-        sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes, verdicts)
+        images = image_features(data.train, roles.actor)
+        sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes, verdicts, images)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
         for facts in (sampler.awaited.progress, rules.under_way):
@@ -232,9 +234,9 @@ class Data:
 def read_prompts(config: RunConfig, policy: ModelFolder) -> tuple[PromptDataset, PromptDataset]:
     """Training and held-out prompts. Raises ConfigError."""
     data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
-    num_tokens = policy.settings["vocab_size"]
+    num_tokens, images = policy.settings["vocab_size"], prompt_images(config, policy)
     train, val = (
-        PromptDataset(as_list(files), policy.tokenizer, data, is_judged, keeps_text, num_tokens, most)
+        PromptDataset(as_list(files), policy.tokenizer, data, is_judged, keeps_text, num_tokens, most, images)
         for files, is_judged, most in (
             (data.train_files, trains_on_rule(config), data.train_max_samples),
             (data.val_files, uses_rule(config), data.val_max_samples),

@@ -64,7 +64,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "a prompt with images must be messages, which the chat_template renders",
         "write messages, or set data.prompt_as_chat=true",
     ),
-    "not_text": ("a row must be text alone", "take images, videos and sounds out, or take the row out"),
+    "not_text": (
+        "a row must be text, and images where data.image_key names their column",
+        "set data.image_key for a model that reads images, or take images, videos and sounds out",
+    ),
     "misplaced_system": ("a system message must come before all others", "move it to the beginning"),
     "stray_tool_message": (
         "a tool's message must follow the assistant's or another tool's",

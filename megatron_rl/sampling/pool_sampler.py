@@ -96,7 +96,7 @@ class PoolSampler(Sampler):
         queue.scheduler.version_ready(self._version)
         while not queue.scheduler.is_complete(step):
             if self._groups is not None and queue.scheduler.verdicts.unjudged:
-                if not self.rules.ahead or self._groups.judge.needs_ranks:
+                if not self.rules.ahead or self._groups.judge.needs_ranks or self._images is not None:
                     break
                 self._groups.judge_finished()
                 continue

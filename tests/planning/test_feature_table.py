@@ -66,6 +66,13 @@ BOTH: dict[tuple[str, str], dict[str, object]] = {
     ("reinforce", "bypass"): {f"{CORRECTION}.bypass_mode": False},
     ("over_sampling", "rollout_ahead"): {AHEAD: 0},
     ("dynamic_sampling", "greedy_baseline"): {AHEAD: 1, PARTIAL: True} | WEIGHTS,
+    ("dynamic_sampling", "images"): {
+        "actor_rollout_ref.hybrid_engine": False,
+        f"{ROLLOUT}.nnodes": 1,
+        AHEAD: 1,
+        PARTIAL: True,
+    }
+    | WEIGHTS,
     ("over_sampling", "deterministic"): PLACED | {AHEAD: 2},
     ("elastic_replicas", "rollout_ahead"): {AHEAD: 0},
     ("elastic_replicas", "own_pool"): {"actor_rollout_ref.hybrid_engine": None, f"{ROLLOUT}.nnodes": 0, PARTIAL: True},

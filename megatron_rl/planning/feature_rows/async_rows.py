@@ -82,6 +82,11 @@ ROWS = (
                 "greedy responses are generated once it is known which groups are kept, after all others",
                 when=_goes_on,
             ),
+            Relation(
+                "images",
+                "replicas begin groups while the actor trains, which has to read their images before",
+                when=lambda run: _goes_on(run) and run.rollout_pool != run.policy.pool,
+            ),
         ),
     ),
     Feature(

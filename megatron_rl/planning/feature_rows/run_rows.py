@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.checkpoint.model_folder import ModelFolder, form_of_images
 from megatron_rl.config.distillation_keys import SELF
 from megatron_rl.config.keys import ACTOR, REF, ROLLOUT
 from megatron_rl.config.roles import PoolSize, pool_sizes
@@ -30,6 +31,7 @@ LAUNCHER = "trainer.launcher"
 TEACHERS = "distillation.teacher_models"
 SYNC, ALPHA = f"{REF}.sync_ref_model", f"{REF}.ref_model_mixup_alpha"
 LORA_RANK = "actor_rollout_ref.model.lora.rank"
+IMAGES = "data.image_key"
 EARLY = "reward_model.launch_reward_fn_async"
 VALIDATION_ONLY = "custom_reward_function.validation_only"
 
@@ -100,6 +102,19 @@ def _compares(run: RunFacts) -> bool:
     return isinstance(run.config, TaskConfig) and run.config.needs_reference
 
 
+def _blind(run: RunFacts, use: Use) -> str:
+    model = run.model_of(run.policy)
+    path = run.policy.model_path
+    sees = path is not None and form_of_images(ModelFolder(path)) is not None
+    return "" if model is None or model.model is None or sees else "it has no vision tower that is read"
+
+
+def _other_towers(run: RunFacts) -> dict[str, Any]:
+    """The model folders of roles that would read the features of another tower than their own."""
+    readers = (role for role in run.megatron_roles if role.model_path not in (None, run.policy.model_path))
+    return {role.model_key: role.model_path for role in readers}
+
+
 def _free_of_reference(run: RunFacts, use: Use) -> str:
     is_free = isinstance(run.config, TaskConfig) and not run.config.needs_reference
     return "nothing is compared with a reference" if is_free else ""
@@ -146,6 +161,31 @@ ROWS = (
         {f"{TEACHERS}.NAME.prompt_key": "hinted_prompt"},
         _teachers_prompt,
         excludes=(Relation("multi_turn", "an environment makes the prompts of an episode"),),
+    ),
+    Feature(
+        "images",
+        "images in prompts",
+        {IMAGES: "images"},
+        where(IMAGES, None),
+        excludes=(
+            Relation("multi_turn", "turns are tokens of text alone"),
+            Relation("teachers_prompt", "the places of images are those of the policy's prompt"),
+        ),
+        of_model=(Requirement("a model that reads images", _blind),),
+        of_layout=(
+            Requirement(
+                "prompts for reinforcement learning",
+                lambda run, use: "" if run.config.generates else "examples of sft, reward and dpo are read as text",
+                keys=lambda run, use: {},
+            ),
+            Requirement(
+                "one model for all roles that read rows",
+                lambda run, use: "features are those of the actor's tower" if _other_towers(run) else "",
+                keys=lambda run, use: _other_towers(run),
+                hint="or take the actor's folder",
+            ),
+        ),
+        in_tasks=True,
     ),
     Feature("reference", "a reference", {f"{ACTOR}.use_kl_loss": True}, _reference),
     Feature(
