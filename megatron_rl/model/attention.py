@@ -246,6 +246,7 @@ class CausalAttention(MegatronModule):
             # Kernels scale by the head size; the query is scaled by the rest.
             self.growth = shape.scale * config.kv_channels**0.5
         self.rows: RowsAttention = attend
+        self.shares_pieces = True
         self.sinks: torch.nn.Parameter | None = None
         if shape is not None and shape.sinks:
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -259,7 +260,7 @@ class CausalAttention(MegatronModule):
     @property
     def needs_prefix_slots(self) -> bool:
         """Whether a segment's slots must hold all of its prefix, so that no piece of it can be met apart."""
-        return self.needs_slots or self.kind.window is not None
+        return self.needs_slots or self.kind.window is not None or not self.shares_pieces
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megatron_rl.model.bitwise import TILE, linear, replaced
 from megatron_rl.model.decoder import Chunk, head_weight
 from megatron_rl.model.head_distillation import (
     Divergence,
@@ -109,3 +111,34 @@ class VocabHead:
         """Megatron's copy into the TP region, whose backward adds up the ranks' gradients."""
         copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=self.softmax.tp_group)
         return copied
+
+
+class BitwiseHead(VocabHead):
+    """A head whose log-probs are the rollout engine's, to the last bit: see `bitwise`. Gradients are `VocabHead`'s."""
+
+    def log_probs_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `VocabHead`."""
+        log_probs, entropy = super().log_probs_and_entropy(hidden, targets)
+        return replaced(log_probs, lambda: self._exact(hidden, targets)), entropy
+
+    def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """See `VocabHead`."""
+        return replaced(super().log_probs(hidden, targets), lambda: self._exact(hidden, targets))
+
+    def statistics(self, hidden: Tensor, targets: Tensor, columns: Sequence[str]) -> Combined:
+        """See `VocabHead`."""
+        return replace(super().statistics(hidden, targets, columns), log_prob=self._exact(hidden, targets))
+
+    @torch.no_grad()
+    def _exact(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """hidden [N, H], targets int64 [N] -> log-probs float32 [N]. All TP ranks must call."""
+        return torch.cat([self._of_tile(*tile) for tile in zip(hidden.split(TILE), targets.split(TILE), strict=True)])
+
+    def _of_tile(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        group, mine = self.softmax.tp_group, linear(hidden, self.weight)
+        shards = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(shards, mine, group=group)
+        logits = torch.cat(shards, -1)[:, : self.softmax.vocab_size]
+        logits[:, list(self.softmax.unsampled)] = -torch.inf
+        scaled = logits if self.softmax.temperature == 1.0 else logits / torch.tensor(self.softmax.temperature)
+        return scaled.log_softmax(-1).gather(-1, targets[:, None])[:, 0]

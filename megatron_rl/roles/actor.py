@@ -53,13 +53,14 @@ class Actor(SampledPolicy):
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source, config = rank.source(spec), rank.config
-        super().__init__(spec, rank, source, source.language_model())
+        bitwise = config.actor_rollout_ref.rollout.bitwise
+        super().__init__(spec, rank, source, source.language_model(bitwise))
         self.correction = config.algorithm.rollout_correction
         self.policy_loss = load_policy_loss(self.config, self.correction)
         self.columns, num_tokens = scored_columns(config), source.folder.num_sampled_tokens(config)
         self.num_top = num_compared(config, num_tokens) if STUDENTS_TOP in distillation_reads(config) else 0
         model = self.trainable.pipeline, self.trainable.models, source.hf_config.to_dict()
-        self.scorer = TokenScorer(*model, config.temperature, num_tokens, rank.unsampled)
+        self.scorer = TokenScorer(*model, config.temperature, num_tokens, rank.unsampled, bitwise)
         # For given examples, which were not sampled.
         self.reader = TokenScorer(*model, temperature=1.0)
         self.routing = self.trainable.pipeline.routing

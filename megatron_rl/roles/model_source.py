@@ -25,6 +25,7 @@ from megatron_rl.config.megatron import FUSED_KERNELS, MegatronConfig
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.device import Device
 from megatron_rl.model.adapters import AdapterSet
+from megatron_rl.model.bitwise import make_bitwise
 from megatron_rl.model.decoder import Chunk, first_layer
 from megatron_rl.model.eight_bits import emulate_eight_bits
 from megatron_rl.model.families import (
@@ -40,6 +41,7 @@ from megatron_rl.model.families import (
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.model.image_tokens import read_images
+from megatron_rl.model.layer_specs import rotary_frequencies
 from megatron_rl.model.mtp import add_mtp_layer
 from megatron_rl.model.te_layers import our_name, refuse_unusable
 from megatron_rl.model.tower import VisionTower, build_tower
@@ -115,6 +117,11 @@ class ModelSource:
         return adapter_specs(self.model.specs, self.lora)
 
     @property
+    def frequencies(self) -> torch.Tensor:
+        """Inverse frequencies of the rotary embedding, float32 [turned / 2]."""
+        return rotary_frequencies(self.hf_config, self.model.attention.megatron_settings()["kv_channels"])
+
+    @property
     def vocab_multiple(self) -> int:
         """The vocabulary is padded to a multiple of this."""
         return vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.groups.grid.tp_size)
@@ -136,9 +143,12 @@ class ModelSource:
             folder.copy_box(tower.prefix + name, whole, tuple(parameter.shape), parameter.data)
         return VisionTower(module, form)
 
-    def language_model(self) -> UnloadedModel:
-        """This rank's stage of the language model."""
+    def language_model(self, bitwise: bool = False) -> UnloadedModel:
+        """This rank's stage of the language model; bitwise: with the arithmetic of `model.bitwise`."""
         chunks = build_language_model(self.hf_config, self._config(), self.groups, self.vocab_multiple)
+        if bitwise:
+            for chunk in chunks:
+                make_bitwise(chunk, self.groups.tp_group)
         if self.model.has_mtp and self.groups.is_last_stage:
             add_mtp_layer(chunks, self.model, self.hf_config)
         return self._unloaded(chunks, self.model.specs)

@@ -108,6 +108,7 @@ class Rollout(Role):
                 device=rank.device,
                 routed_layers=routed_layers(source.model.family, settings) if rank.config.returns_experts else None,
                 attention=source.model.attention,
+                bitwise_frequencies=source.frequencies if spec.settings.bitwise else None,
             )
             rank.ledger.note("init", self.memory())  # this role is not among the host's yet
             self.generator.sleep()

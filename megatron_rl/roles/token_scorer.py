@@ -14,7 +14,7 @@ from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.model.decoder import Chunk
 from megatron_rl.model.families import head_cap
 from megatron_rl.model.log_probs import VocabSoftmax
-from megatron_rl.model.vocab_head import VocabHead
+from megatron_rl.model.vocab_head import BitwiseHead, VocabHead
 from megatron_rl.records import Batch
 from megatron_rl.roles.pipeline import Pipeline
 
@@ -23,9 +23,9 @@ class TokenScorer:
     """Log-probabilities of sampled tokens under one language model, at the sampling temperature.
 
     models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
-    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised, but for
-    those in `unsampled`; None: all. What has many
-    numbers a token leaves the device with its micro-batch, as that of all would need much memory there.
+    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised, but for those in `unsampled`; None:
+    all. What has many numbers a token leaves the device with its micro-batch, as that of all would need much memory
+    there. bitwise: its log-probs are the rollout engine's to the last bit (`model.bitwise`).
     """
 
     def __init__(
@@ -36,11 +36,12 @@ class TokenScorer:
         temperature: float,
         num_tokens: int | None = None,
         unsampled: tuple[int, ...] = (),
+        bitwise: bool = False,
     ) -> None:
         self.pipeline = pipeline
         num_tokens = settings["vocab_size"] if num_tokens is None else num_tokens
         softmax = VocabSoftmax(num_tokens, temperature, pipeline.groups.tp_group, head_cap(settings), unsampled)
-        self.head = VocabHead(models[-1], softmax)
+        self.head = (BitwiseHead if bitwise else VocabHead)(models[-1], softmax)
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
         """hidden [b, S / C, H] -> (log-prob [N], entropy [N]) of the block's sampled tokens, float32.

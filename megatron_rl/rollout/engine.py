@@ -25,6 +25,7 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import FEATURES, engine_arguments, with_adapter
+from megatron_rl.rollout.bitwise_model import compute_bitwise
 from megatron_rl.rollout.image_inputs import reading_features, without_tokens
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
 from megatron_rl.rollout.kv_cache import KVCache
@@ -136,6 +137,8 @@ class RolloutEngine:
     which are its language model's. mtp: what drafts with speculative=mtp; its tensors must not move either.
     num_tokens: of the first ids, which may be sampled; None: all. placeholders: the ids that stand for images, none of
     which is sampled; requests may have images then. (): they have none.
+    bitwise_frequencies: those of the trainer's rotary embedding, with whose arithmetic the model computes; None: with
+    vLLM's.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class RolloutEngine:
         mtp: MTPModel | None = None,
         num_tokens: int | None = None,
         placeholders: Sequence[int] = (),
+        bitwise_frequencies: torch.Tensor | None = None,
     ) -> None:
         inspect_in_process(architecture, bool(placeholders))
         if mtp is not None:
@@ -180,6 +184,8 @@ class RolloutEngine:
         if num_tokens is not None or placeholders:
             sample_first(self.model, num_tokens, placeholders)
         self._models = [self.model, *([] if mtp is None else [runner.drafter.model])]
+        if bitwise_frequencies is not None:
+            compute_bitwise(self.model, bitwise_frequencies)
         if config.speculative == EARLIER:
             runner.drafter.attach(runner, config)
         if placeholders and mtp is not None:
