@@ -1,12 +1,12 @@
-"""Arithmetic whose result for a token has the same bits with any other tokens beside it. On CPUs, in float32.
+"""Arithmetic whose result for a token has the same bits with any other tokens in its batch. On CPUs, in float32.
 
 Kernels choose how they add by the shape of their input, so the log-probs of a token differ in their last bits between a
 micro-batch and an engine step. Here every product has one shape: rows in tiles of `TILE`, the last one filled up with
 zeros, and keys in blocks of `KEYS` that begin at the first position, added in this order. A block that a token does not
 see adds zeros. The functions are those of both sides, so that training and generation agree to the last bit.
 
-Trained modules keep Megatron's own backward: their output is replaced by that of the functions here, and the gradient
-is that of what it replaces.
+Trained modules keep Megatron's own backward: their output is replaced by that of the functions here, and its gradient
+goes to the replaced output.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def replaced(usual: Tensor, exact: Callable[[], Tensor]) -> Tensor:
 
 
 def make_bitwise(chunk: Chunk, tp_group: dist.ProcessGroup) -> None:
-    """Let a chunk of a dense model with plain attention compute each token as `bitwise` does, whatever is beside it."""
+    """Let a chunk of a dense model with plain attention compute with the functions of this file. tp_group: its ranks."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             _multiply_in_tiles(module, tp_group)

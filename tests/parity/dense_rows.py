@@ -10,17 +10,17 @@ Not exercised: overlap of messages with work; more than two chunks.
 
 from __future__ import annotations
 
-from layout_keys import SP, VPP2
-from observations import LOG_PROBS, MOVES, UPDATE, Update
-from scenarios import ALWAYS, Row, Scenario
-from tiny_models import save_llama, save_qwen2, save_qwen3
+from layout_keys import PADDED, SP, VPP2
+from observations import BITWISE, LOG_PROBS, MOVES, UPDATE, Update
+from scenarios import ALONE, ALWAYS, LONG, Row, Scenario
+from tiny_models import save_llama, save_llama31, save_mistral, save_qwen2, save_qwen3
 
 from megatron_rl.config.megatron import COUNTED_PARTS
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 COUNTED = dict.fromkeys(COUNTED_PARTS, True)
 PP2, SMALL, SIX_LAYERS = (2, 1, 2), {"micro_batch": 2}, {"num_hidden_layers": 6}
-DENSE = (
+UPDATES = (
     # Every axis, TP with each of the others; of DP `make test` has an update of experts, and one by cross-entropy.
     Row(Scenario(save_qwen2, "TP2xPP2", (4, 2, 2)), UPDATE, ALWAYS),
     Row(Scenario(save_qwen2, "TP2xDP2", (4, 2, 1)), UPDATE),
@@ -37,3 +37,16 @@ DENSE = (
     Row(Scenario(save_llama, "PP2, VPP2", PP2, VPP2 | SMALL), UPDATE, ALWAYS),
     Row(Scenario(save_llama, "PP2, VPP2, counted", PP2, VPP2 | SMALL | COUNTED, changes=SIX_LAYERS), UPDATE),
 )
+ROLLOUT = "actor_rollout_ref__rollout__"
+EXACT, TP2 = {f"{ROLLOUT}bitwise": True}, {f"{ROLLOUT}tensor_model_parallel_size": 2}
+# Engine and trainer with the same arithmetic, whatever is computed together.
+EQUAL_BITS = tuple(
+    Row(Scenario(save, layout, ranks, keys=EXACT | keys), BITWISE, when)
+    for save, layout, ranks, keys, when in (
+        (save_qwen2, "TP2xPP2", (4, 2, 2), TP2, ALWAYS),
+        (save_qwen3, "one process, padded", ALONE, PADDED, ALWAYS),
+        (save_llama31, "PP2xDP2", (4, 1, 2), {}, LONG),
+        (save_mistral, "TP2, draft tokens", (2, 2, 1), TP2 | {f"{ROLLOUT}speculative": "ngram"}, LONG),
+    )
+)
+DENSE = (*UPDATES, *EQUAL_BITS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from math import ulp
 from pathlib import Path
 
 import torch
@@ -262,3 +263,4 @@ class Saved:
 
 LOGITS = Logits()
 UPDATE, MOVES, LOG_PROBS, GRADIENTS, GENERATION = Update(), Moves(), LogProbs(), Gradients(), Generation()
+BITWISE = Generation(bound=ulp(0.0), name="equal bits")

@@ -6,12 +6,16 @@ import math
 
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.rollout_keys import EARLIER, FP8, MTP
-from megatron_rl.planning.features import Feature, Relation, Requirement, RunFacts, Use, equals, where
+from megatron_rl.model.families.family import Style
+from megatron_rl.model.parts import GroupedAttention
+from megatron_rl.planning.features import CPU, Feature, Relation, Requirement, RunFacts, Settings, Use, equals, where
 
 QUANTIZATION, DROP = f"{ROLLOUT}.quantization", f"{ROLLOUT}.drop_train_weights"
 DELTAS, EAGER, UNIT = f"{ROLLOUT}.weight_deltas", f"{ROLLOUT}.enforce_eager", f"{ROLLOUT}.prefix_match_unit"
 SPECULATIVE, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_factor"
 SCHEDULING = f"{ROLLOUT}.async_scheduling"
+BITWISE, TP, TOP_P, TOP_K = (f"{ROLLOUT}.{key}" for key in ("bitwise", "tensor_model_parallel_size", "top_p", "top_k"))
+ACTOR_TP, DTYPE = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.dtype"
 SLICES = "slices count engine steps, and one step would still run when a slice has ended"
 COUNTED = "engine steps are counted, and the steps that draft tokens save depend on rounding"
 
@@ -34,6 +38,41 @@ def _whole_prompts(run: RunFacts, use: Use) -> str:
     if any(layer.attention.state_bytes(1, 4) for layer in model.parts.kinds):
         return "a layer with states keeps them at the ends of blocks alone"
     return model.attention.unreplayable.get(run.device, "")
+
+
+def _not_bitwise(run: RunFacts, use: Use) -> str:
+    model = run.model_of(run.policy)
+    if model is None or model.model is None:
+        return ""
+    family, attention = model.parts.family, model.attention
+    if model.num_experts:
+        return "the outputs of a token's experts are added in another order in vLLM"
+    is_plain = isinstance(attention, GroupedAttention) and attention == GroupedAttention(
+        *(getattr(attention, name) for name in ("hidden", "num_heads", "num_kv_heads", "head_size")),
+        qkv_bias=attention.qkv_bias,
+        qk_norm=attention.qk_norm,
+        kv_heads_key=attention.kv_heads_key,
+    )
+    return "" if is_plain and family.style == Style() else "only plain attention and gated MLPs have such arithmetic"
+
+
+def _other_numbers(run: RunFacts, use: Use) -> str:
+    is_wide = run.device == CPU and run.policy.megatron.dtype == "float32"
+    return "" if is_wide else "its arithmetic is that of float32 on CPUs"
+
+
+def _tp_sizes(run: RunFacts, use: Use) -> Settings:
+    rollout, actor = run.config.actor_rollout_ref.rollout, run.policy.megatron
+    return {TP: rollout.tensor_model_parallel_size, ACTOR_TP: actor.tensor_model_parallel_size}
+
+
+def _other_sums(run: RunFacts, use: Use) -> str:
+    return "" if len({*_tp_sizes(run, use).values()}) == 1 else "another number of TP ranks adds up other sums"
+
+
+def _cut_tokens(run: RunFacts, use: Use) -> str:
+    is_whole = (run.value(TOP_P), run.value(TOP_K)) == (1.0, -1)
+    return "" if is_whole else "the trainer's distribution has all tokens"
 
 
 ROWS = (
@@ -138,6 +177,35 @@ ROWS = (
             Relation("rollout_ahead", SLICES, {SCHEDULING: False}),
             Relation("speculative_decoding", "draft tokens follow tokens that must be known when a step begins"),
             Relation("shared_prompts", "samples wait for the step that has read their prompt", {SCHEDULING: False}),
+        ),
+    ),
+    Feature(
+        "bitwise",
+        "log-probs of trainer and rollout that are equal to the last bit",
+        {BITWISE: True},
+        where(BITWISE),
+        excludes=(
+            Relation("fp8_rollouts", "rounded weights are not those that are trained", {BITWISE: False}),
+            Relation("lora", "vLLM adds the products of adapters with kernels of its own", {BITWISE: False}),
+            Relation("fp8_training", "generation multiplies without rounding", {BITWISE: False}),
+            Relation("transformer_engine", "its products are not those of tiles", {BITWISE: False}),
+            Relation("context_parallel", "sums of other ranks' keys are added in another order", {BITWISE: False}),
+        ),
+        of_model=(Requirement("a dense model with plain attention", _not_bitwise, {BITWISE: False}),),
+        of_layout=(
+            Requirement(
+                "float32 on CPUs",
+                _other_numbers,
+                {BITWISE: False},
+                keys=lambda run, use: {"trainer.device": run.device, DTYPE: run.policy.megatron.dtype},
+            ),
+            Requirement("rollout TP = training TP", _other_sums, {BITWISE: False}, keys=_tp_sizes),
+            Requirement(
+                "top_p=1 and top_k=-1",
+                _cut_tokens,
+                {TOP_P: 1.0, TOP_K: -1},
+                keys=lambda run, use: {TOP_P: run.value(TOP_P), TOP_K: run.value(TOP_K)},
+            ),
         ),
     ),
 )
