@@ -112,7 +112,7 @@ def replaced(usual: Tensor, exact: Callable[[], Tensor]) -> Tensor:
 
 
 def make_bitwise(chunk: Chunk, tp_group: dist.ProcessGroup) -> None:
-    """Let a chunk of a dense model with plain attention compute with the functions of this file. tp_group: its ranks."""
+    """Let a chunk of a dense model with plain attention compute with these functions. tp_group: its ranks."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             _multiply_in_tiles(module, tp_group)

@@ -98,11 +98,7 @@ class Rollout(Role):
                 mtp=mtp,
                 adapters=adapters_of(self.weights, spec.lora),
                 seed=rank.config.trainer.seed,
-                # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-                hf_overrides=placed_settings(
-                    source.model.family,
-                    rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
-                ),
+                hf_overrides=engine_settings(source, rank.config),
                 text_only=source.model.family.inside is not None and not placeholders,
                 placeholders=placeholders,
                 device=rank.device,
@@ -276,6 +272,16 @@ def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:
     """Return what leaves the device while the rank of these roles generates."""
     memories = [memory for role in neighbours.values() for memory in role.offloadable()]
     return [*memories, *([PassScratch()] if neighbours else [])]
+
+
+def engine_settings(source: ModelSource, config: RunConfig) -> dict[str, Any]:
+    """Return the settings that vLLM reads in place of those of the folder's config.json.
+
+    Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
+    """
+    family = source.model.family
+    settings = rollout_settings(family, source.hf_config.to_dict()) | overridden_settings(config)
+    return placed_settings(family, settings)
 
 
 def overridden_settings(config: RunConfig) -> dict[str, Any]:

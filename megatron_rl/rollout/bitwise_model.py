@@ -19,7 +19,7 @@ from megatron_rl.model.norm import CpuNorm
 
 
 def compute_bitwise(model: torch.nn.Module, frequencies: Tensor) -> None:
-    """Replace what a dense model of vLLM with plain attention computes, before its first step.
+    """Replace the arithmetic of a dense model of vLLM with plain attention, before its first step.
 
     frequencies: the trainer's of the rotary embedding, float32 [D / 2].
     """
@@ -93,7 +93,7 @@ class _PagedAttention:
         return output
 
     def _of_request(self, query: Tensor, kv_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-        """Queries [t, N, D] of a request's last tokens -> the same shape. length: of the request, with them."""
+        """Queries [t, N, D] of a request's last tokens -> the same shape. length: the request's tokens so far."""
         num_queries, block_size = len(query), kv_cache.shape[2]
         pages = kv_cache[blocks[: -(-length // block_size)].long()].transpose(1, 2).flatten(0, 1)[:length]
         keys, values = F.pad(pages, (0, 0, 0, 0, 0, -length % KEYS)).chunk(2, -1)
