@@ -23,9 +23,9 @@ class TokenScorer:
     """Log-probabilities of sampled tokens under one language model, at the sampling temperature.
 
     models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
-    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised, but for those in `unsampled`; None:
-    all. What has many numbers a token leaves the device with its micro-batch, as that of all would need much memory
-    there. bitwise: its log-probs are the rollout engine's to the last bit (`model.bitwise`).
+    num_tokens: the first tokens of the vocabulary, over which log-probs are normalised, but not those in `unsampled`;
+    None: all. What has many numbers a token leaves the device with its micro-batch, as that of all would need much
+    memory there. bitwise: its log-probs are the rollout engine's to the last bit (`model.bitwise`).
     """
 
     def __init__(
