@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -119,7 +119,7 @@ class ModelSource:
     @property
     def frequencies(self) -> torch.Tensor:
         """Inverse frequencies of the rotary embedding, float32 [turned / 2]."""
-        return rotary_frequencies(self.hf_config, self.model.attention.megatron_settings()["kv_channels"])
+        return rotary_frequencies(self.hf_config, cast("int", self.model.attention.megatron_settings()["kv_channels"]))
 
     @property
     def vocab_multiple(self) -> int:

@@ -25,7 +25,7 @@ def compute_bitwise(model: torch.nn.Module, frequencies: Tensor) -> None:
     """
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
-            module.cpu_linear = linear
+            vars(module)["cpu_linear"] = linear
         if isinstance(module, SiluAndMul):
             module.forward = gated
         elif isinstance(module, RMSNorm):

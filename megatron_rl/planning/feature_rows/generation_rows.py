@@ -48,7 +48,10 @@ def _not_bitwise(run: RunFacts, use: Use) -> str:
     if model.num_experts:
         return "the outputs of a token's experts are added in another order in vLLM"
     is_plain = isinstance(attention, GroupedAttention) and attention == GroupedAttention(
-        *(getattr(attention, name) for name in ("hidden", "num_heads", "num_kv_heads", "head_size")),
+        attention.hidden,
+        attention.num_heads,
+        attention.num_kv_heads,
+        attention.head_size,
         qkv_bias=attention.qkv_bias,
         qk_norm=attention.qk_norm,
         kv_heads_key=attention.kv_heads_key,
