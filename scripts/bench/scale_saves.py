@@ -1,10 +1,10 @@
 """Measure what many ranks ask of a store where they meet and of the folder of a checkpoint.
 
-    python scripts/bench/scale_saves.py [--ranks 4 16 64] [--late 2] [--json FILE]
+    python scripts/bench/scale_saves.py [--ranks 4 16 64 256] [--late 2] [--json FILE]
 
 For each number of ranks: seconds from the arrival of a straggler at the store until the last rank has left, and the CPU
 seconds that the others spent in the wait; then what a rank that saves asks of the checkpoint's folder, at most, and
-rank 0. Counts hold on any machine. Ranks are forks with torch and Megatron, some 20 MiB each.
+rank 0. Counts hold on any machine. Larger sizes only meet. Ranks are forks with torch and Megatron.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.config.roles import PoolSize
+
+MOST_SAVERS = 32
+"""More do not save here: gloo connects each rank with each other, which takes 64 ranks minutes on two cores."""
 
 
 def meeting(host: SavingHost, file: Path, late_s: float) -> dict[str, float]:
@@ -51,19 +54,22 @@ def one_size(num_ranks: int, late_s: float) -> dict[str, float]:
     ):
         host = pool.host(SavingHost)
         row = {"ranks": num_ranks} | meeting(host, Path(folder) / "store", late_s)
+        if num_ranks > MOST_SAVERS:
+            return row
         host.join().get()
         return row | saving(host, Path(folder) / "saved")
 
 
 def per_rank(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the exponents of what one rank asks, over the number of ranks."""
-    names = [name for name in rows[0] if name.startswith("most_") and all(row[name] for row in rows)]
-    return exponents(rows, names)
+    saved = [row for row in rows if row["ranks"] <= MOST_SAVERS]
+    names = [name for name in saved[0] if name.startswith("most_") and all(row[name] for row in saved)]
+    return exponents(rows, ["meet_s", "waiting_cpu_s"]) | (exponents(saved, names) if len(saved) > 1 else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--late", type=float, default=2.0, help="seconds")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
