@@ -122,12 +122,15 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     for setting in (actor, reward):
         names = facts[setting.key].get("architectures") or [] if setting is not None else []
         family = STARTING_POINTS.get(names[0]) if names else None
-        # verl reads images where rows have some. Here the language model inside a larger one is trained on text.
+        # verl reads images where rows have some, and trains the tower. Here it is frozen, and a key asks for images.
         inside = None if family is None else family.inside
         if setting is not None and inside is not None and inside.is_only_form:
             notes.append(
-                Note(Kind.DIFFERS, setting, "its language model alone is trained: rows with images are refused")
+                Note(Kind.DIFFERS, setting, "its language model alone is trained; data.image_key is for images")
             )
+        elif setting is not None and inside is not None and inside.tower is not None:
+            reason = "its tower is frozen, and data.image_key is for images: docs/train/images.md"
+            notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=f"a trained vision tower ({names[0]})"))
         elif setting is not None and names and (family is None or inside is not None):
             reason = "docs/scale/models.md lists the supported models"
             feature = f"{feature_of(names[0])} ({names[0]})"

@@ -20,6 +20,7 @@ TERMS = {
     "train/data.md": ("verifiable reward", "reward function", "chat template"),
     "train/distillation.md": ("on-policy distillation", "teacher"),
     "train/evaluation.md": ("pass@k", "evaluat"),
+    "train/images.md": ("vision-language", "VLM", "image"),
     "train/lora.md": ("LoRA", "PEFT"),
     "train/own_loop.md": ("training loop",),
     "train/sft_reward_dpo.md": ("supervised fine-tuning", "reward model", "DPO"),

@@ -19,14 +19,14 @@ from megatron_rl.port.port import port
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "verl_scripts"
 FEATURES = {
-    "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
+    "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["a trained vision tower"],
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # it leaves the path of its model to the user
     "recipe_gkd_megatron_test_qwen": [],  # its teacher's folder is named where the teacher's server is started
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": [],  # its EP 8 is for more nodes than its default
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["quantization-aware training"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
-        "vision-language models",
+        "a trained vision tower",
     ],
 }
 """Scripts that do not pass -> what they ask for that is not here."""
@@ -214,7 +214,7 @@ def test_a_model_of_text_that_is_published_with_a_tower(tmp_path):
     found = port(written(tmp_path, text), [], {})
     assert found.of(Kind.UNSUPPORTED) == [] and found.features == []
     notes = [str(note.reason) for note in found.of(Kind.DIFFERS) if note.setting.value == str(model)]
-    assert notes == ["its language model alone is trained: rows with images are refused"]
+    assert notes == ["its language model alone is trained; data.image_key is for images"]
 
 
 def test_what_is_not_supported_stays_in_the_file(tmp_path):
