@@ -50,6 +50,7 @@ PUBLISHED = {
     "Qwen3Moe": "Qwen3-MoE",
     "Qwen3Next": "Qwen3-Next",
     "Qwen3VL": "Qwen3-VL (text)",
+    "Qwen3VLMoe": "Qwen3-VL-MoE (text)",
     "Qwen3_5": "Qwen3.5",
     "Qwen3_5Moe": "Qwen3.5-MoE",
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import QWEN3, SIZES, save
 from tiny_qwen3_5 import DELTA, EXPERTS, drawn
 
@@ -62,7 +63,14 @@ def save_qwen3_vl_moe_folder(folder: Path, **changes) -> str:
     """A Qwen3-VL of 6 experts, 2 to a token, with two deepstack levels."""
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     tower = QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]}
-    return made("Qwen3VLMoe", folder, QWEN3 | experts, INTERLEAVED, tower, changes)
+    path = made("Qwen3VLMoe", folder, QWEN3 | experts, INTERLEAVED, tower, changes)
+    file = folder / "model.safetensors"
+    tensors = {  # as they are published; transformers writes other dims, and reads both
+        name: tensor.transpose(-1, -2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
 
 
 def save_qwen3_5_vl_folder(folder: Path, **changes) -> str:

@@ -56,6 +56,7 @@ ROWS = {
     "Qwen3MoeForCausalLM": Row(),
     "Qwen3NextForCausalLM": Row(),
     "Qwen3VLForConditionalGeneration": Row(),
+    "Qwen3VLMoeForConditionalGeneration": Row(),
     "Qwen3_5ForCausalLM": Row(),
     "Qwen3_5ForConditionalGeneration": Row(),
     "Qwen3_5MoeForCausalLM": Row(),

@@ -119,9 +119,10 @@ def _folder_named(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 def _named_inside(params: Mapping[str, ParamSpec], inside: Inside) -> dict[str, ParamSpec]:
     """Give the tensors of a language model the names that they have in a larger one."""
     return {
-        name: ParamSpec(
-            replace(spec.tensor, name=inside.in_engine(spec.tensor.name)),
-            tuple(map(inside.in_folder, spec.hf_names)),
+        name: replace(
+            spec,
+            tensor=replace(spec.tensor, name=inside.in_engine(spec.tensor.name)),
+            hf_names=tuple(map(inside.in_folder, spec.hf_names)),
         )
         for name, spec in params.items()
     }

@@ -25,7 +25,8 @@ REWARD_FAMILIES: dict[str, Family] = {
 """Models with a classification head, which only a critic can start from. Of families that share one, the first."""
 SECTIONS = "mrope"
 """An old name of the plain rotary embedding, whose frequencies are divided between places in text and in an image."""
-OUTER = ("architectures", "model_type", "quantization_config", "tie_word_embeddings")
+TIED = "tie_word_embeddings"
+OUTER = ("architectures", "model_type", "quantization_config", TIED)
 """Settings of a whole model, which count before those of a language model inside."""
 
 KNOWN_TYPES: dict[str, str] = {other: family.model_type for family in ALL for other in family.other_types}
@@ -71,6 +72,8 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{inside.key} must be an object in braces, and is {text!r:.80}")
     flat = {**settings, **text} | {key: settings[key] for key in OUTER if key in settings}
     flat.pop(inside.key, None)
+    if TIED not in settings:  # transformers takes its default then, whatever the language model's settings are
+        flat.pop(TIED, None)
     rope = flat.get("rope_scaling")
     if isinstance(rope, Mapping) and rope.get("type") == SECTIONS:
         flat["rope_scaling"] = {**rope, "type": "default"}

@@ -63,14 +63,15 @@ class Experts:
 
     block: the part of a layer that has the router and the experts. router: its name there; router_bias: its logits have
     a bias.
-    gate, up, down: the three matrices of one expert, down(silu(gate(x)) * up(x)).
+    gate, up, down: the three matrices of one expert, down(silu(gate(x)) * up(x)). gate_up: the first two, if joined.
     count_keys: config.json keys of the number of experts; which one transformers writes depends on its version.
     size_key: the config.json key of one expert's columns.
     norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says it, by default false.
     dense_keys: the config.json keys that say which layers have a dense MLP instead -> their defaults (`dense_layers`).
     shared: an MLP that every token passes next to its experts; None: the family has none.
     scoring: how experts are chosen; None: the largest values of a softmax over all experts.
-    stacks: all experts are in stacks, with biases and bounded gates (`model/biased_experts.py`); None: one by one.
+    stacks: all experts are in stacks, with biases and bounded gates (`model/biased_experts.py`); None: they are not.
+    joined: a folder has the experts of a layer in two transposed stacks, gates before ups; else one by one.
     """
 
     block: str = "mlp"
@@ -79,6 +80,7 @@ class Experts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = "gate_up_proj"
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     size_key: str = "moe_intermediate_size"
     norm_topk_prob: bool | None = None
@@ -86,6 +88,7 @@ class Experts:
     shared: SharedExperts | None = None
     scoring: Scoring | None = None
     stacks: ExpertStacks | None = None
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,20 +125,18 @@ class ExpertsMLP(LayerPart):
         return params
 
     def _single(self, block: str) -> dict[str, ParamSpec]:
-        """The stacks of experts that the folder has one by one. block: prefix of the experts' block."""
+        """The stacks of experts, which the folder has one by one or joined. block: prefix of the experts' block."""
         names, experts, hidden, ffn = self.names, self.num_experts, self.hidden, self.ffn
         stacked, single = f"{block}experts.routed_experts.", f"{block}experts.{{expert}}."
         gate_up = tuple(Segment(name, (experts, ffn, hidden), ffn) for name in ("gate", "up"))
         down = (Segment("columns", (experts, hidden, ffn), ffn),)
-        return {
-            "w13": ParamSpec(
-                LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True),
-                (f"{single}{names.gate}.weight", f"{single}{names.up}.weight"),
-            ),
-            "w2": ParamSpec(
-                LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True), (f"{single}{names.down}.weight",)
-            ),
-        }
+        w13 = LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True)
+        w2 = LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True)
+        if names.joined:
+            both, last = f"{block}experts.{names.gate_up}", f"{block}experts.{names.down}"
+            return {"w13": ParamSpec(w13, (both, both), transposed=True), "w2": ParamSpec(w2, (last,), transposed=True)}
+        gate, up, last = (f"{single}{name}.weight" for name in (names.gate, names.up, names.down))
+        return {"w13": ParamSpec(w13, (gate, up)), "w2": ParamSpec(w2, (last,))}
 
     def _stacked(self, block: str, stacks: ExpertStacks) -> dict[str, ParamSpec]:
         """Stacks with biases. Gate and up take turns in rows, so a cut of pairs of rows is one interval."""

@@ -24,8 +24,8 @@ class ParamSpec:
 
     Two Megatron parameters with the same tensor (a tied head on the last pipeline stage) are copies. The names of an
     expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0. Without it the
-    folder has all experts in one tensor. Other segments with one name are sections of one tensor, stacked there along
-    dim 0 as here.
+    folder has all experts in one tensor. Segments with one name are sections of one tensor, stacked there along dim 0
+    as here, and where it has all experts along dim 1.
     transposed: the folder's tensor has the last two dims in the other order. Such a tensor may also be there as codes
     of 4 bits, which keep this order (`checkpoint/mxfp4.py`).
     """
@@ -40,18 +40,25 @@ class ParamSpec:
 
     def hf_shape(self, segment: int) -> tuple[int, ...]:
         """Shape of the Hugging Face tensor of a segment; of experts of their stack."""
-        rows, *rest = self.tensor.segments[segment].shape
-        others = [number for number in self.sections(segment) if number != segment]
-        return (rows + sum(self.tensor.segments[number].shape[0] for number in others), *rest)
+        shape, dim = list(self.tensor.segments[segment].shape), self._row_dim
+        shape[dim] = sum(self.tensor.segments[number].shape[dim] for number in self.sections(segment))
+        return tuple(shape)
+
+    @property
+    def _row_dim(self) -> int:
+        """The dim of rows; dim 0 counts experts."""
+        return 1 if self.tensor.is_expert else 0
 
     def first_row(self, segment: int) -> int:
         """The row of the Hugging Face tensor at which a segment begins."""
-        return sum(self.tensor.segments[number].shape[0] for number in self.sections(segment) if number < segment)
+        dim = self._row_dim
+        return sum(self.tensor.segments[number].shape[dim] for number in self.sections(segment) if number < segment)
 
     def in_hf(self, segment: int, box: Box) -> Box:
         """A box of a segment as a box of its Hugging Face tensor."""
-        first, (start, stop) = self.first_row(segment), box[0]
-        return ((first + start, first + stop), *box[1:])
+        first, dim = self.first_row(segment), self._row_dim
+        start, stop = box[dim]
+        return (*box[:dim], (first + start, first + stop), *box[dim + 1 :])
 
 
 EACH = "{expert}"

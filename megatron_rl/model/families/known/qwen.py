@@ -166,6 +166,18 @@ WITH_VISION = (
         tower=QWEN3_TOWER,
         defaults={"rope_theta": 500_000.0},
     ),
+    # Qwen3-VL with experts, whose folders have them in stacks.
+    replace(
+        replace(QWEN3[1], window=None).within(
+            "Qwen3VLMoeForConditionalGeneration",
+            "qwen3_vl_moe",
+            carried=Carried((VISUAL,)),
+            tower=replace(QWEN3_TOWER, model="qwen3_vl_moe", module="Qwen3VLMoeVisionModel"),
+            defaults={"rope_theta": 500_000.0, "num_key_value_heads": 16},
+        ),
+        experts=Experts(dense_keys=STEP_RULE, norm_topk_prob=True, joined=True),
+        fixed={"norm_topk_prob": True},
+    ),
 )
 
 FAMILIES = (*QWEN2, *QWEN3, *GATED_DELTA, *WITH_VISION)
