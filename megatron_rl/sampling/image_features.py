@@ -82,7 +82,7 @@ class ImageFeatures:
         images = self._patches_of([piece.digest for piece in pieces])
         lengths = torch.tensor([len(patches) for _, patches in images])
         grids = torch.tensor([grid for grid, _ in images], dtype=torch.int64)
-        patches = torch.cat([patches for _, patches in images])
+        patches = torch.cat([patches for _, patches in images]) if len(images) > 1 else images[0][1]
         self._patch_bytes = patches[:1].numel() * patches.element_size()
         batch = Batch(
             image_grids=ragged_from_lengths(grids, torch.ones_like(lengths)),

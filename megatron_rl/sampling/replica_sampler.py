@@ -87,6 +87,7 @@ class ReplicaSampler(Sampler):
 
     def send_weights(self, version: int) -> None:
         """Send the weights after step `version` now, also to restarted replicas."""
+        self._read_images()  # of batches that a checkpoint has begun
         self.logger.note_transition(self.weights.send(version, self.queue))
 
     def answer(self, prompts: Batch, sampling: Sampling) -> Batch:
@@ -146,8 +147,8 @@ class ReplicaSampler(Sampler):
         version = self.weights.version
         with self.driver.locked() as queue:
             self.add_prompts(self.rules.last_batch(version))
+            self._read_images()  # replicas may begin these requests as soon as the lock is free
             queue.begin_episodes()
-        self._read_images()
         self.driver.wait_until(lambda: self.queue.is_begun)
         with self.driver.locked() as queue:
             queue.scheduler.version_ready(version)

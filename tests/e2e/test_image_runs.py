@@ -50,3 +50,23 @@ def test_the_colour_of_a_square_is_learned(command_line, tmp_path, save, side: i
     steps = metrics(run)
     assert steps[0][HELD_OUT] <= 0.35
     assert steps[30][HELD_OUT] <= 0.35 if is_noise else steps[30][HELD_OUT] >= 0.95
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=WEEKLY, id="asynchronous")])
+def test_replicas_read_images_while_the_actor_trains(command_line, tmp_path, ahead: int) -> None:
+    """Two replicas on ranks of their own, a trainer of TP2 with sequence parallelism, and a resumed run: engine beside
+    trainer. Would not catch a replica that is lost.
+    """
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
+    keys = [
+        *keys_of(tmp_path, save_qwen3_vl_folder, 32),
+        *("trainer.n_gpus_per_node=2", f"{actor}.tensor_model_parallel_size=2", "trainer.launcher=local"),
+        *("actor_rollout_ref.hybrid_engine=false", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=2"),
+        *(f"{rollout}.tensor_model_parallel_size=1", f"trainer.rollout_ahead={ahead}", "trainer.save_freq=2"),
+        *("async_training.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token"),
+    ]
+    for last in (2, 4):
+        run = command_line(*keys, f"trainer.total_training_steps={last}", config=CONFIG)
+        assert run.wait() == 0, run.text()
+    assert sorted(metrics(run)) == [0, 1, 2, 3, 4]
+    assert metrics(run)[4]["training/rollout_logprob_diff_max"] < 1
