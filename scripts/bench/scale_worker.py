@@ -1,4 +1,4 @@
-"""The host of `scale.py`'s ranks: it answers, and does nothing else."""
+"""The hosts of the ranks of `scale.py` and `scale_held.py`: they answer, and do nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.records import Batch
+
+WIDTH = 8
 
 
 class SmallHost:
@@ -24,3 +26,18 @@ class SmallHost:
     def scores(self, batch: Batch) -> Batch:
         """One number of each of this rank's rows."""
         return Batch(scores=batch["scores"] + 1)
+
+
+class HoldingHost(SmallHost):
+    """Makes a column that stays with the ranks, and reads one."""
+
+    @remote_method(Dispatch.DP)
+    def wide(self, batch: Batch) -> Batch:
+        """`teacher_hidden`: the number of each token, WIDTH times."""
+        tokens = batch.sampled_ids.values().float()
+        return Batch(teacher_hidden=batch.per_sampled_token(tokens[:, None].repeat(1, WIDTH)))
+
+    @remote_method(Dispatch.DP)
+    def sums(self, batch: Batch) -> Batch:
+        """`advantages`: the sum of each token's column."""
+        return Batch(advantages=batch.per_sampled_token(batch["teacher_hidden"].values().sum(1)))

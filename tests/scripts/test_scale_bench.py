@@ -10,6 +10,7 @@ import pytest
 from controller import NoOpWorker, measure, noop_arms
 from scale import exponent, exponents, one_size
 from scale_flood import TOKENS, flood, instant_episodes
+from scale_held import one_size as one_held_size
 
 from megatron_rl.agents.episode import Episode
 from megatron_rl.records import Sampling
@@ -35,6 +36,15 @@ def test_ranks_start_answer_lose_one_are_repaired_and_end() -> None:
     assert found[1]["ranks_cpu_s"] / 48 < found[1]["supervisor_cpu_s"] / 25
     assert found[1]["threads"] == found[0]["threads"]
     assert found[1]["driver_mib"] < 1.1 * found[0]["driver_mib"]
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_column_that_stays_with_ranks_costs_messages_as_many_bytes_as_there_are_ranks() -> None:
+    """Its rows are dealt out anew, and each rank is told of its own alone. Would not catch what other nodes copy."""
+    found = [one_held_size(num_ranks, rounds=2) for num_ranks in (4, 24)]
+    assert max(exponents(found, ("make_bytes", "read_bytes")).values()) < 1.1
 
 
 @pytest.mark.dist
