@@ -32,6 +32,7 @@ import psutil
 import torch
 from scale_worker import SmallHost
 
+from megatron_rl.cluster import rank_messages
 from megatron_rl.cluster.launcher import Ranks
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
@@ -60,17 +61,17 @@ class Moved:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count while the block runs."""
-        send, answer = LocalRankProcess.send, LocalRankProcess._answer
+        send, read = LocalRankProcess.send, rank_messages._Unpickler
 
         def sent(process: LocalRankProcess, message: bytes) -> Future[Any]:
             self.num_bytes += len(message)
             return send(process, message)
 
-        def answered(process: LocalRankProcess, reply: bytes) -> None:
+        def arrived(reply: bytes, *rest: Any) -> Any:
             self.num_bytes += len(reply)
-            answer(process, reply)
+            return read(reply, *rest)
 
-        with patch.multiple(LocalRankProcess, send=sent, _answer=answered):
+        with patch.object(LocalRankProcess, "send", sent), patch.object(rank_messages, "_Unpickler", arrived):
             yield
 
 

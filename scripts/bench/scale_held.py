@@ -20,6 +20,7 @@ from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.shm_files import HELD_BYTES
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
+from megatron_rl.remote_columns import RemoteColumn
 
 ROWS_PER_RANK, TOKENS = 4, 3
 COUNTED = ("make_cpu_s", "make_bytes", "read_cpu_s", "read_bytes")
@@ -49,7 +50,8 @@ def one_size(num_ranks: int, rounds: int) -> dict[str, float]:
         host = pool.host(HoldingHost)
         for name, value in measured(lambda: host.wide(batch).get(), rounds).items():
             row[f"make_{name}"] = value
-        batch.add(teacher_hidden=host.wide(batch).get()["teacher_hidden"])
+        batch.add(host.wide(batch).get())
+        assert isinstance(batch.stored("teacher_hidden"), RemoteColumn)
         other = dealt(batch)
         sums = host.sums(other).get()["advantages"].values()
         assert torch.equal(sums, WIDTH * other.sampled_ids.values().float())
