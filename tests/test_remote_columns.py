@@ -125,8 +125,10 @@ def test_a_segment_is_freed_with_its_last_reference() -> None:
     part = taken[torch.tensor([1])]
     content, held = packed(("run", part, taken))
     assert [column.lengths.tolist() for column in held] == [[1], [2, 1]]
+    alone = packed([ColumnPiece(piece.part, piece.first, 1) for piece in part.stored("teacher_hidden").pieces()])
+    assert [column.runs() for column in alone.held] == [[(0, (2, 3))]]  # so that it is copied to its reader's node
     sent = loads(content, reader)
-    del taken
+    del taken, alone
     assert not driver.freed and sent[1].flat("teacher_hidden").tolist() == [[4, 5]]
     del sent
     assert (
