@@ -69,4 +69,5 @@ def test_replicas_read_images_while_the_actor_trains(command_line, tmp_path, ahe
         run = command_line(*keys, f"trainer.total_training_steps={last}", config=CONFIG)
         assert run.wait() == 0, run.text()
     assert sorted(metrics(run)) == [0, 1, 2, 3, 4]
-    assert metrics(run)[4]["training/rollout_logprob_diff_max"] < 1
+    compared = [step.get("training/rollout_logprob_diff_max") for step in metrics(run).values()]
+    assert max(worst for worst in compared if worst is not None) <= 5e-5  # of steps that one policy sampled
