@@ -22,7 +22,7 @@ from megatron_rl.parallel.sharding import shard_of
 from megatron_rl.planning.delta_memory import indices, sent_last
 from megatron_rl.planning.eight_bit_transition import product_numel
 from megatron_rl.planning.follower_transfers import follower_transfers
-from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
+from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, TOWER, UPDATE, Held
 from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, made_to_send, resident_bytes
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
@@ -276,4 +276,4 @@ def arriving_bytes(models: RunModels) -> int:
 def _offloaded_kinds(megatron: MegatronConfig) -> list[str]:
     kinds = ["gradients"] if megatron.grad_offload else []
     kinds += ["moments", "masters"] if megatron.optimizer_offload else []
-    return kinds + (["parameters"] if megatron.param_offload else [])
+    return kinds + (["parameters", TOWER] if megatron.param_offload else [])

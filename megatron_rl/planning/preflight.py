@@ -29,6 +29,7 @@ from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.planning.file_rules import file_problems, hardware_problems, path_problems
 from megatron_rl.planning.folder_checks import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.planning.folder_files import end_token_problems, reading_problems
+from megatron_rl.planning.image_rules import image_problems
 from megatron_rl.planning.last_token_rules import shared_prompt_problems
 from megatron_rl.planning.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.planning.length_rules import length_problems, task_length_problems
@@ -111,6 +112,7 @@ def _violations(
             *option_problems(config, models, config_only=config_only),
             *lora_problems(config, models, config_only=config_only),
             *sharing_problems(config, pools),
+            *image_problems(config, pools, models),
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),
             *quantization_problems(config, models),

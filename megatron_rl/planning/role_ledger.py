@@ -30,7 +30,7 @@ from megatron_rl.planning.weights import ELEMENT_BYTES, FlatBuffer, ModelParams,
 
 SCORE, UPDATE = "score", "update"
 """Kinds of passes, as `RoleSpec` names them."""
-IN_EIGHT_BITS = "FP8 weights"
+IN_EIGHT_BITS, TOWER = "FP8 weights", "vision tower"
 Held = dict[str, int]
 """Name of what is held -> bytes."""
 
@@ -85,11 +85,14 @@ class StageHeld:
     """Weights as products of `fp8` take them, which are kept next to the weights from the first pass on."""
     heads: int = 0
     """Teachers' heads, which `RoleLedger.teacher_heads` names."""
+    tower: int = 0
+    """A vision tower, on ranks of the last stage."""
 
     @cached_property
     def total(self) -> int:
         """All of them together."""
-        return self.parameters + self.gradients + self.moments + self.masters + self.in_eight_bits + self.heads
+        optimizer = self.gradients + self.moments + self.masters
+        return self.parameters + optimizer + self.in_eight_bits + self.heads + self.tower
 
     def named(self, role: RoleSpec) -> Held:
         """Return name -> bytes."""
@@ -97,7 +100,8 @@ class StageHeld:
         if role.is_trained:
             kinds += ["gradients", "moments", *(["masters"] if self.masters else [])]
         named = {f"{role.name} {kind}": getattr(self, kind) for kind in kinds}
-        return named | ({f"{role.name} {IN_EIGHT_BITS}": self.in_eight_bits} if self.in_eight_bits else {})
+        named |= {f"{role.name} {IN_EIGHT_BITS}": self.in_eight_bits} if self.in_eight_bits else {}
+        return named | ({f"{role.name} {TOWER}": self.tower} if self.tower else {})
 
 
 class RoleLedger:
@@ -168,7 +172,15 @@ class RoleLedger:
             moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
         parameters, heads = numel * element + self.frozen(pp_rank), sum(self.teacher_heads(pp_rank).values())
         gradients = self.weights.moving_numel(pp_rank) * FP32
-        return StageHeld(parameters, gradients, moments, masters, in_eight_bits, heads)
+        tower = self._tower_params * self.element if self._is_last(pp_rank) else 0
+        return StageHeld(parameters, gradients, moments, masters, in_eight_bits, heads, tower)
+
+    @cached_property
+    def _tower_params(self) -> int:
+        """Parameters of the vision tower that an actor has next to its model; 0 where the run reads no images."""
+        form = self.model.images
+        is_read = self.role.kind.is_sampled and self.config.data.image_key is not None
+        return form.num_params if form is not None and is_read else 0
 
     def spared(self, pp_rank: int) -> int:
         """Return the bytes of second moments that Muon does not keep, on the rank of a stage that spares least."""

@@ -68,7 +68,7 @@ class Rank:
     @property
     def reads_images(self) -> bool:
         """Whether rows have images."""
-        return getattr(self.config.data, "image_key", None) is not None
+        return self.config.data.image_key is not None
 
     @cached_property
     def unsampled(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gradients import gradients_on_disk, policy_gradients
+from layout_keys import of_actor
 from ranks import run_ranks
 from scenarios import Runs, Scenario
 from tiny_models import run_config
@@ -19,9 +20,12 @@ from vision_folders import FIRST_BYTE, FIRST_COLOUR, IMAGE, VISION_END, VISION_S
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.images import ImagePiece, digest_of_image
 from megatron_rl.model.families import ImageForm, image_form, inside_of
+from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import Batch, ragged, ragged_from_lengths, single_turn
 
 READS = {"data__image_key": "images"}
+TOWER = "actor vision tower"
 GRIDS = ((1, 4, 6), (1, 2, 2), (1, 8, 4))
 IN_ROWS = ((), (0,), (0, 1, 2), (0,), (2,), (), (1, 2), (0, 1, 2), (2,))
 """The images of each row. Rows 1 and 3, and 2 and 7, have equal prompts; row 8 has that of row 4 with another image."""
@@ -178,3 +182,59 @@ class ImageUpdate:
 
 
 with_images = partial(one_update, rows_of=rows_with_features)
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features that the ranks' towers make are transformers'; ranks hold the towers that the plan counts.
+
+    Would not catch a tower that is too large for a device.
+    """
+
+    name: str = "image features"
+
+    def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
+        path, (num_ranks, tp_size, pp_size) = runs.path(scenario), scenario.ranks
+        config = run_config(path, tp_size, pp_size, **READS, **scenario.keys, **of_actor(scenario.sizes))
+        ranks, expected = run_ranks(num_ranks, features_and_bytes, config), features_by_transformers(path)
+        made = [rank["features"] for rank in ranks if rank["features"] is not None]
+        assert len(made) == num_ranks // (tp_size * pp_size)
+        assert (torch.cat(made) - expected).abs().max() < 1e-5
+        planned = {stage.pp_rank: stage.phases["save"].get(TOWER, 0) for stage in plan_stages(RunModels(config))}
+        for rank in ranks:
+            if rank["features"] is not None:
+                assert rank["held"].get(TOWER) == planned[pp_size - 1] > 0
+
+
+def features_and_bytes(config: Any) -> dict[str, Any]:
+    """A rank's features of its images, and the bytes that its actor holds."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    actor, where = worker.roles["actor"], worker.coordinates()
+    form = image_form(actor.source.folder.settings)
+    assert form is not None
+    mine = torch.arange(6).tensor_split(where.dp_size)[where.dp_rank].tolist()
+    patches = [patches_of(form, number) for number in mine]
+    made = actor.image_features(
+        Batch(
+            image_grids=ragged_from_lengths(
+                torch.tensor([GRIDS[number % 3] for number in mine]), torch.ones(len(mine), dtype=torch.int64)
+            ),
+            image_patches=ragged_from_lengths(torch.cat(patches), torch.tensor([len(one) for one in patches])),
+        )
+    )
+    return {"features": None if made is None else made.flat("image_features"), "held": actor.memory()}
+
+
+@torch.no_grad()
+def features_by_transformers(path: str) -> torch.Tensor:
+    """Features of the six images under transformers' model, all in one call."""
+    from megatron_rl.controller.report import hf_model
+
+    form, visual = image_form(ModelFolder(path).settings), hf_model(path).model.visual
+    assert form is not None
+    patches = torch.cat([patches_of(form, number) for number in range(6)])
+    out = visual(patches, grid_thw=torch.tensor([GRIDS[number % 3] for number in range(6)]))
+    return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1)

@@ -10,13 +10,18 @@ Not exercised: images with several frames; kernels of CUDA.
 
 from __future__ import annotations
 
-from image_observations import ImageGradients, ImageUpdate
+from image_observations import ImageFeatures, ImageGradients, ImageUpdate
 from layout_keys import A2A, ALL_GATHER, CP2, FULL, P2P, PADDED, SP, VPP2, of_both
 from scenarios import ALWAYS, LONG, Row, Scenario
 from sweeps import WEEKLY
-from vision_folders import save_qwen3_vl_folder, save_qwen25_vl_folder
+from vision_folders import (
+    save_qwen3_5_moe_vl_folder,
+    save_qwen3_5_vl_folder,
+    save_qwen3_vl_folder,
+    save_qwen25_vl_folder,
+)
 
-GRADIENTS, UPDATE = ImageGradients(), ImageUpdate()
+GRADIENTS, UPDATE, FEATURES = ImageGradients(), ImageUpdate(), ImageFeatures()
 AGAIN = of_both(FULL)
 TREE = {"actor_rollout_ref__model__enable_tree_training": True}
 IMAGES = tuple(
@@ -35,6 +40,12 @@ IMAGES = tuple(
         (save_qwen3_vl_folder, "one process, tree", (1, 1, 1), {}, TREE, UPDATE, LONG),
         (save_qwen25_vl_folder, "TP2", (2, 2, 1), {}, {}, UPDATE, WEEKLY),
         (save_qwen25_vl_folder, "PP2, padded", (2, 1, 2), {}, PADDED, UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "TP2xDP2", (4, 2, 1), {}, {}, FEATURES, LONG),
+        (save_qwen25_vl_folder, "PP2", (2, 1, 2), {}, {}, FEATURES, WEEKLY),
+        (save_qwen3_5_vl_folder, "one process", (1, 1, 1), {}, {}, ImageGradients(2e-5), WEEKLY),
+        (save_qwen3_5_vl_folder, "TP2, PP2, padded", (4, 2, 2), {}, PADDED, UPDATE, WEEKLY),
+        (save_qwen3_5_moe_vl_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, WEEKLY),
+        (save_qwen3_5_moe_vl_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, UPDATE, LONG),
         (save_qwen25_vl_folder, "CP2, all_gather", (2, 1, 1), CP2 | ALL_GATHER, {}, UPDATE, WEEKLY),
     )
 )

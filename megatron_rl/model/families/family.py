@@ -134,8 +134,8 @@ class Tower:
 
     model, module: transformers' folder and class of the module that computes it. prefix: the beginning of its tensors'
     names in a folder. ids, sections: defaults of the tokens that stand for an image and for a video, and of the field
-    of `ImageForm`. has_levels: it also makes features for layers behind the first ones. defaults: values of absent
-    settings in `vision_config`.
+    of `ImageForm`. has_levels: it also makes features for layers behind the first ones. gated: its MLPs are, and its
+    norms have no biases. defaults: values of absent settings in `vision_config`.
     """
 
     model: str
@@ -145,6 +145,7 @@ class Tower:
     sections: tuple[int, int, int]
     alternating: bool = True
     has_levels: bool = False
+    gated: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 

@@ -13,6 +13,7 @@ from megatron_rl.model.families.mtp_params import mtp_constants, mtp_map
 from megatron_rl.model.families.params import constant_map, layers_of, param_map, value_param_map
 from megatron_rl.model.families.registry import family_of, text_settings
 from megatron_rl.model.families.shape import shape_of
+from megatron_rl.model.families.vision import ImageForm, image_form
 from megatron_rl.model.parts import Attention, AttentionPart, Constant, Layer, MixedAttention, ModelShape, ParamSpec
 from megatron_rl.parallel.sharding import LogicalTensor
 
@@ -21,12 +22,14 @@ from megatron_rl.parallel.sharding import LogicalTensor
 class Model:
     """One model: its family and its sizes. Everything else follows from the parts that the family composes.
 
-    has_mtp: its multi-token prediction layer is read, too (`mtp_params.py`); a value model has none.
+    has_mtp: its multi-token prediction layer is read, too (`mtp_params.py`); a value model has none. images: how it
+    reads images; None: it reads text alone.
     """
 
     family: Family
     shape: ModelShape
     has_mtp: bool = False
+    images: ImageForm | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Model:
@@ -35,7 +38,7 @@ class Model:
         Raises ConfigError for an unknown architecture.
         """
         settings = text_settings(settings)
-        return cls(family_of(settings["architectures"]), shape_of(settings))
+        return cls(family_of(settings["architectures"]), shape_of(settings), images=image_form(settings))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

@@ -106,7 +106,9 @@ GATED_DELTA = (
 # Models that also read images, of which the language model is trained; the vision tower is passed through.
 VISUAL = "model.visual."
 WITH_IMAGES = Carried((VISUAL, AHEAD))
-MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584}
+VIT = MERGED | {"patch_size": 16, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+VIT |= {"num_position_embeddings": 2304}
 QWEN2_5_TOWER = Tower(
     "qwen2_5_vl",
     "Qwen2_5_VisionTransformerPretrainedModel",
@@ -114,7 +116,8 @@ QWEN2_5_TOWER = Tower(
     (151_655, 151_656),
     sections=(16, 24, 24),
     alternating=False,
-    defaults=MERGED | {"patch_size": 14},
+    gated=True,
+    defaults=MERGED | {"patch_size": 14, "depth": 32, "hidden_size": 3584, "intermediate_size": 3420},
 )
 QWEN3_TOWER = Tower(
     "qwen3_vl",
@@ -123,7 +126,7 @@ QWEN3_TOWER = Tower(
     (151_655, 151_656),
     sections=(24, 20, 20),
     has_levels=True,
-    defaults=MERGED | {"patch_size": 16, "deepstack_visual_indexes": (8, 16, 24)},
+    defaults=VIT | {"deepstack_visual_indexes": (8, 16, 24)},
 )
 QWEN3_5_TOWER = Tower(
     "qwen3_5",
@@ -131,7 +134,7 @@ QWEN3_5_TOWER = Tower(
     VISUAL,
     (248_056, 248_057),
     sections=(11, 11, 10),
-    defaults=MERGED | {"patch_size": 16},
+    defaults=VIT,
 )
 WITH_VISION = (
     # Qwen3.5, as it is published.
