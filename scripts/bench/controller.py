@@ -21,6 +21,7 @@ import numpy as np
 import ray
 import torch
 
+from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
@@ -81,7 +82,9 @@ class BareActor:
 
 def bare_actors(num: int) -> list:
     """Actors beside those of the group, without resources of their own."""
-    actors = [ray.remote(BareActor).options(num_cpus=0, max_concurrency=1).remote() for _ in range(num)]
+    found_here = {"env_vars": {"PYTHONPATH": import_path()}}
+    options = {"num_cpus": 0, "max_concurrency": 1, "runtime_env": found_here}
+    actors = [ray.remote(BareActor).options(**options).remote() for _ in range(num)]
     ray.get([actor.noop.remote() for actor in actors])
     return actors
 
