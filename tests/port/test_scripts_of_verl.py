@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "verl_scripts"
 FEATURES = {
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["a trained vision tower"],
-    "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["vision-language models"],
+    "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["a trained vision tower"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # it leaves the path of its model to the user
     "recipe_gkd_megatron_test_qwen": [],  # its teacher's folder is named where the teacher's server is started
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": [],  # its EP 8 is for more nodes than its default
