@@ -23,11 +23,13 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.model.attention import CausalAttention, attend
 from megatron_rl.model.block_attention import AttentionKind
 from megatron_rl.model.decoder import Chunk
+from megatron_rl.model.experts import StackedExperts
 from megatron_rl.model.mlp import SiluGate
 
 TILE = 16
@@ -41,7 +43,7 @@ def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     filled = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
     out = torch.cat([function(tile) for tile in filled.split(TILE)])[: len(rows)]
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,12 +114,16 @@ def replaced(usual: Tensor, exact: Callable[[], Tensor]) -> Tensor:
 
 
 def make_bitwise(chunk: Chunk, tp_group: dist.ProcessGroup) -> None:
-    """Let a chunk of a dense model with plain attention compute with these functions. tp_group: its ranks."""
+    """Let a chunk of a model with plain attention compute with these functions. tp_group: its ranks."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             _multiply_in_tiles(module, tp_group)
         elif isinstance(module, MLP):
             _gate_in_tiles(module)
+        elif isinstance(module, TopKRouter):
+            _route_in_tiles(module)
+        elif isinstance(module, StackedExperts):
+            _run_in_tiles(module)
         elif isinstance(module, CausalAttention):
             module.rows, module.shares_pieces = _attend, False
 
@@ -144,6 +150,28 @@ def _gate_in_tiles(mlp: Any) -> None:
         return out, None
 
     mlp.forward = forward
+
+
+def _route_in_tiles(router: Any) -> None:
+    usual = router.gating
+    router.gating = lambda x: replaced(usual(x), lambda: linear(x, router.weight))
+
+
+def _run_in_tiles(experts: Any) -> None:
+    usual = experts.forward
+
+    def forward(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        def exact() -> Tensor:
+            counts = tokens_per_expert.tolist()
+            parts = zip(tokens.split(counts), weights.split(counts), experts.w13, experts.w2, strict=True)
+            return torch.cat(
+                [linear(gated(linear(mine, up)), down) * share[:, None] for mine, share, up, down in parts]
+            )
+
+        out, bias = usual(tokens, tokens_per_expert, weights)
+        return replaced(out, exact), bias
+
+    experts.forward = forward
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, sinks: Tensor | None = None) -> Tensor:

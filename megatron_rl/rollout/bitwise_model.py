@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -26,6 +27,10 @@ def compute_bitwise(model: torch.nn.Module, frequencies: Tensor) -> None:
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             vars(module)["cpu_linear"] = linear
+        if isinstance(router := getattr(module, "router", None), CPURouter):
+            vars(router)["_compute_routing"] = MethodType(_routed, router)
+        if kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
+            kernel.fused_experts.products = gated, linear
         if isinstance(module, SiluAndMul):
             module.forward = gated
         elif isinstance(module, RMSNorm):
@@ -41,6 +46,15 @@ def _normed(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tu
     total = x if residual is None else x + residual
     out: Tensor = CpuNorm.apply(total, norm.weight, norm.variance_epsilon)
     return out if residual is None else (out, total)
+
+
+def _routed(
+    router: Any, hidden_states: Tensor, router_logits: Tensor, indices_type: torch.dtype | None, **unused: Any
+) -> tuple[Tensor, Tensor]:
+    """Weights float32 and ids int32 [T, K] of the experts of each token, in Megatron's order of softmax and choice."""
+    scores = router_logits if router.renormalize else router_logits.softmax(-1)
+    best, ids = scores.topk(router.top_k, -1)
+    return best.softmax(-1) if router.renormalize else best, ids.to(torch.int32)
 
 
 class _Rotation:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from layout_keys import PADDED, SP, VPP2
 from observations import BITWISE, LOG_PROBS, MOVES, UPDATE, Update
 from scenarios import ALONE, ALWAYS, LONG, Row, Scenario
-from tiny_models import save_llama, save_llama31, save_mistral, save_qwen2, save_qwen3
+from tiny_models import save_llama, save_llama31, save_mistral, save_qwen2, save_qwen3, save_qwen3_moe
 
 from megatron_rl.config.megatron import COUNTED_PARTS
 
@@ -39,6 +39,7 @@ UPDATES = (
 )
 ROLLOUT = "actor_rollout_ref__rollout__"
 EXACT, TP2 = {f"{ROLLOUT}bitwise": True}, {f"{ROLLOUT}tensor_model_parallel_size": 2}
+EP = "actor_rollout_ref__actor__megatron__expert_model_parallel_size"
 # Engine and trainer with the same arithmetic, whatever is computed together.
 EQUAL_BITS = tuple(
     Row(Scenario(save, layout, ranks, keys=EXACT | keys), BITWISE, when)
@@ -46,6 +47,7 @@ EQUAL_BITS = tuple(
         (save_qwen2, "TP2xPP2", (4, 2, 2), TP2, ALWAYS),
         (save_qwen3, "one process, padded", ALONE, PADDED, ALWAYS),
         (save_llama31, "PP2xDP2", (4, 1, 2), {}, LONG),
+        (save_qwen3_moe, "EP2, PP2", (4, 1, 2), {EP: 2}, LONG),
         (save_mistral, "TP2, draft tokens", (2, 2, 1), TP2 | {f"{ROLLOUT}speculative": "ngram"}, LONG),
     )
 )

@@ -43,6 +43,8 @@ def bounded_gate(mixed: torch.Tensor) -> torch.Tensor:
     return (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
 
 
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""x [.., in], weight [out, in], bias [out] or None -> [.., out]."""
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_gate, "swigluoai": bounded_gate}
 """By vLLM's name of the activation."""
 
@@ -71,11 +73,13 @@ def plain_experts(
     weigh_input: bool,
     gate: Callable[[torch.Tensor], torch.Tensor] = silu_gate,
     biases: Biases = NO_BIASES,
+    linear: Linear = plain_linear,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [T, H], without copying the weights.
 
     tokens [T, H], w13 [E, 2F, H], w2 [E, H, F]; weights and expert_ids [T, K], -1 for an expert of another rank.
-    weigh_input: the tokens are already multiplied by the weights. gate: one of `GATES`.
+    weigh_input: the tokens are already multiplied by the weights. gate: one of `GATES`. linear: the
+    product with a matrix.
     """
     output = torch.zeros_like(tokens)
     flat_ids, top_k = expert_ids.flatten().long(), expert_ids.shape[1]
@@ -86,7 +90,7 @@ def plain_experts(
             continue
         rows = mine // top_k
         first, second = biases.of(expert, tokens.dtype)
-        answer = plain_linear(gate(plain_linear(tokens[rows], w13[expert], first)), w2[expert], second)
+        answer = linear(gate(linear(tokens[rows], w13[expert], first)), w2[expert], second)
         if not weigh_input:
             answer = answer * weights.flatten()[mine, None].to(answer.dtype)
         output.index_add_(0, rows, answer)
@@ -113,7 +117,8 @@ def apply_plain(
 ) -> None:
     """Replace `CPUUnquantizedExperts.apply`. Raises NotImplementedError for an activation that `GATES` does not have.
 
-    experts.stacks: read in place of the weights, if it exists.
+    experts.stacks: read in place of the weights, if it exists. experts.products: (gate, linear) in place of the
+    plain ones.
     """
     if activation.value not in GATES:
         raise NotImplementedError(f"unpacked experts are gated by {', '.join(GATES)}, not by {activation.value}")
@@ -121,7 +126,8 @@ def apply_plain(
     stacks: tuple[Stack, Stack] = getattr(experts, "stacks", (w1, w2))
     given = (*stacks, topk_weights, local_ids, apply_router_weight_on_input)
     biases = Biases(experts.w1_bias, experts.w2_bias)
-    output.copy_(plain_experts(hidden_states, *given, GATES[activation.value], biases))
+    gate, linear = getattr(experts, "products", (GATES[activation.value], plain_linear))
+    output.copy_(plain_experts(hidden_states, *given, gate, biases, linear))
 
 
 def any_width(experts: type, config: object) -> tuple[bool, str | None]:

@@ -45,8 +45,11 @@ def _not_bitwise(run: RunFacts, use: Use) -> str:
     if model is None or model.model is None:
         return ""
     family, attention = model.parts.family, model.attention
-    if model.num_experts:
-        return "the outputs of a token's experts are added in another order in vLLM"
+    experts = family.experts
+    if experts is not None and (experts.shared, experts.scoring) != (None, None):
+        return "shared experts and scores by a sigmoid have no such arithmetic"
+    if model.num_experts and run.value(TP) > 1:
+        return "the parts of experts that TP cuts are added in another order in vLLM"
     is_plain = isinstance(attention, GroupedAttention) and attention == GroupedAttention(
         attention.hidden,
         attention.num_heads,
@@ -194,7 +197,7 @@ ROWS = (
             Relation("transformer_engine", "its products are not those of tiles", {BITWISE: False}),
             Relation("context_parallel", "sums of other ranks' keys are added in another order", {BITWISE: False}),
         ),
-        of_model=(Requirement("a dense model with plain attention", _not_bitwise, {BITWISE: False}),),
+        of_model=(Requirement("plain attention, gated MLPs, experts with a softmax", _not_bitwise, {BITWISE: False}),),
         of_layout=(
             Requirement(
                 "float32 on CPUs",
