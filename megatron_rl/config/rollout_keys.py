@@ -173,8 +173,8 @@ class RolloutConfig:
     kernel cannot share. No effect on CPUs."""
     bitwise: Annotated[bool, OURS] = False
     """Trainer and rollout compute log-probs that are equal to the last bit, with products of one shape: an oracle that
-    finds a wrong weight, position, mask or cache block which rounding would hide. For plain attention in float32 on CPUs,
-    with rollout TP = training TP; a step takes several times as long."""
+    finds a wrong weight, position, mask or cache block which rounding would hide. For plain attention in float32 on
+    CPUs, with rollout TP = training TP; a step takes several times as long."""
     log_prob_micro_batch_size_per_gpu: Size = 128
     """Samples per forward pass when the trainer recomputes log-probs, where log_prob_use_dynamic_bsz is false."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
