@@ -31,7 +31,7 @@ class ImageForm:
     temporal_patch_size: int
     channels: int
     levels: int
-    sections: tuple[int, int, int]
+    sections: tuple[int, ...]
     alternating: bool
     num_params: int
 
@@ -70,9 +70,12 @@ def image_form(settings: Mapping[str, Any]) -> ImageForm | None:
     tower = tower_of(settings.get("architectures"))
     if tower is None:
         return None
-    given = {**tower.defaults, **(settings.get("vision_config") or {})}
+    vision = settings.get("vision_config")
+    given = dict(tower.defaults)
+    if isinstance(vision, Mapping):  # transformers refuses settings of other types
+        given |= {key: value for key, value in vision.items() if isinstance(value, int | list | tuple)}
     image, video = (settings.get(key, absent) for key, absent in zip(TOKEN_KEYS, tower.ids, strict=True))
-    time, height, width = rope_of(settings).get("mrope_section") or tower.sections
+    sections = rope_of(settings).get("mrope_section") or tower.sections
     return ImageForm(
         image,
         (image, video),
@@ -81,7 +84,7 @@ def image_form(settings: Mapping[str, Any]) -> ImageForm | None:
         given["temporal_patch_size"],
         given.get("in_channels", given.get("in_chans", 3)),
         len(given["deepstack_visual_indexes"]) if tower.has_levels else 0,
-        (time, height, width),
+        tuple(sections) if isinstance(sections, list | tuple) else tower.sections,
         tower.alternating,
         tower_params(tower, given),
     )
