@@ -18,11 +18,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+
+import numpy as np
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
+from megatron_rl.planning.layout_search.least_seconds import LeastSeconds, PoolSizes
 from megatron_rl.planning.layout_search.partitions import Block, PoolNames, partitions
-from megatron_rl.planning.layout_search.pools import PoolChoice, Pools
+from megatron_rl.planning.layout_search.pools import PoolChoice, Pools, beats
 from megatron_rl.planning.layout_search.search_problem import SearchProblem
 
 KEPT = 24
@@ -47,16 +49,6 @@ class Placed:
     def key(self) -> tuple[object, ...]:
         """Identifies its partition and allocation."""
         return (self.ahead, *((choice.block, choice.units) for choice in self.choices))
-
-
-class PoolUnits(NamedTuple):
-    """Pools and their units: first the actor's, then a separate rollout's; the last generates. rest: the pools of all
-    other roles, which share the `left` units.
-    """
-
-    pools: tuple[tuple[Block, int], ...]
-    rest: tuple[Block, ...]
-    left: int
 
 
 @dataclass(frozen=True)
@@ -85,8 +77,8 @@ class Search:
         self.names = PoolNames(work)
         self.num_placements = 0
         self.num_skipped = 0
+        self.least = LeastSeconds(work, self.names)
         self._best: list[tuple[float, int, Placed]] = []
-        self._found: dict[tuple[object, ...], float] = {}
         self._others: dict[tuple[Block, ...], list[list[Others]]] = {}
 
     def run(self) -> list[Placed]:
@@ -116,26 +108,46 @@ class Search:
         return -self._best[0][0] if len(self._best) >= KEPT else math.inf
 
     def _place(self, partition: tuple[Block, ...], ahead: int) -> None:
-        for allocation in self._allocations(partition):
-            if allocation.left < len(allocation.rest) or self._least(allocation, ahead) >= self.threshold:
-                self.num_skipped += 1
-                continue
-            fronts = [self.pools.front(block, units) for block, units in allocation.pools]
-            best = self._best_of(fronts, self.others(allocation.rest)[allocation.left], ahead) if all(fronts) else None
-            if best is not None:
-                self.num_placements += 1
-                self._keep(best)
+        for pools in self._allocations(partition):
+            bounds = self.least.seconds(pools, ahead)
+            self.num_skipped += int(np.count_nonzero(bounds >= self.threshold))
+            for number in np.flatnonzero(bounds < self.threshold):
+                fronts = self._fronts(pools.at(int(number)), ahead, bounds[number])
+                if fronts is None:
+                    self.num_skipped += 1
+                    continue
+                others = self.others(pools.rest)[int(pools.left[number])] if all(fronts) else []
+                best = self._best_of(fronts, others, ahead)
+                if best is not None:
+                    self.num_placements += 1
+                    self._keep(best)
 
-    def _allocations(self, partition: Sequence[Block]) -> Iterator[PoolUnits]:
-        """Yield all sizes of the pools with actor and rollout, large first."""
+    def _fronts(self, one: PoolSizes, ahead: int, bound: float) -> list[list[PoolChoice]] | None:
+        """Return the layouts of the pools with actor and rollout in one size; None: a bound rules the size out, by
+        FLOPs, or by the layouts of one of the pools. bound: the one known so far.
+        """
+        fronts = []
+        for block, units in (*one.first, (one.last, int(one.sizes[0]))):
+            if bound >= self.threshold:
+                return None
+            fronts.append(self.pools.front(block, units))
+            if self.least.learn(block, units, fronts[-1]):
+                bound = self.least.seconds(one, ahead)[0]
+        return fronts
+
+    def _allocations(self, partition: Sequence[Block]) -> Iterator[PoolSizes]:
+        """Yield all sizes of the pools with actor and rollout, large first; those of the last pool together."""
         pools = sorted(
             (block for block in partition if ACTOR in block or ROLLOUT in block), key=lambda block: ACTOR not in block
         )
         rest = tuple(block for block in partition if block not in pools)
-        for sizes in itertools.product(*(reversed(self.names.sizes(block)) for block in pools)):
-            left = self.work.cluster.num_units - sum(sizes)
-            if left >= 0:
-                yield PoolUnits(tuple(zip(pools, sizes, strict=True)), rest, left)
+        *first, last = pools
+        every = np.array(self.names.sizes(last)[::-1], dtype=np.int64)
+        for units in itertools.product(*(reversed(self.names.sizes(block)) for block in first)):
+            left = self.work.cluster.num_units - sum(units) - every
+            if any(left >= 0):
+                is_left = left >= 0
+                yield PoolSizes(tuple(zip(first, units, strict=True)), last, every[is_left], rest, left[is_left])
 
     def _best_of(self, fronts: Sequence[Sequence[PoolChoice]], others: Sequence[Others], ahead: int) -> Placed | None:
         """Return the fastest placement. fronts: of the actor's pool and of a separate rollout's."""
@@ -177,52 +189,81 @@ class Search:
         return self._others[blocks]
 
     def _merged(self, blocks: tuple[Block, ...]) -> list[list[Others]]:
+        """Join the layouts of the last pool to those of the others.
+
+        Only what more units bring counts: a layout that one of a smaller pool beats is part of no front, and a front
+        of the other pools is joined where it is new. Others that alone take longer than the kept placements cannot be
+        part of a better one.
+        """
         total = self.work.cluster.num_units
         if not blocks:
-            return [[Others(0.0, 0.0)] for _ in range(total + 1)]
+            return self._learn_rest(blocks, [[Others(0.0, 0.0)]] * (total + 1))
         *earlier, last = blocks
-        fronts = {}
-        for units in self.names.sizes(last):
-            if units <= total - len(earlier):
-                # A pool that alone takes longer than the kept placements cannot be part of a better one.
-                score, update = self._least_of(last, units)
-                fronts[units] = [] if score + update >= self.threshold else self.pools.front(last, units)
         inner = self.others(tuple(earlier))
-        fronts_of_units: list[list[Others]] = []
+        fresh = [(units, front_of(inner, units)) for units in range(total + 1)]
+        fresh = [(units, front) for units, front in fresh if front]
+        made: dict[int, list[Others]] = {}
+        for units, choices in self._useful(last, total - len(earlier)):
+            for before_units, befores in fresh:
+                if before_units + units > total:
+                    break
+                joined = (before.joined(choice) for before in befores for choice in choices)
+                fast = [one for one in joined if one.score + one.update < self.threshold]
+                if fast:
+                    made.setdefault(before_units + units, []).extend(fast)
+        fronts: list[list[Others]] = []
         for left in range(total + 1):
-            made: list[Others] = list(fronts_of_units[-1]) if fronts_of_units else []
-            for units, front in fronts.items():
-                if units <= left and (earlier or units == left):
-                    made += [before.joined(choice) for before in inner[left - units] for choice in front]
-            fronts_of_units.append(undominated_others(made))
-        return fronts_of_units
+            before = fronts[-1] if fronts else []
+            fronts.append(undominated_others([*before, *made.pop(left)]) if left in made else before)
+        return self._learn_rest(blocks, fronts)
 
-    # Lower bounds
+    def _learn_rest(self, blocks: tuple[Block, ...], fronts: list[list[Others]]) -> list[list[Others]]:
+        least = [
+            (
+                min((one.score for one in front), default=math.inf),
+                min((one.update for one in front), default=math.inf),
+            )
+            for front in fronts
+        ]
+        self.least.learn_rest(blocks, least)
+        return fronts
 
-    def _least_of(self, block: Block, units: int) -> tuple[float, float]:
-        ranks = units * self.work.cluster.unit
-        work = [self.work.least_work[name] for name in block if name in self.work.roles]
-        return sum(score for score, _ in work) / ranks, sum(update for _, update in work) / ranks
-
-    def _least(self, allocation: PoolUnits, ahead: int) -> float:
-        """Return a lower bound of the seconds over all layouts of these pools."""
-        bounds = [self._least_of(block, units) for block, units in allocation.pools]
-        if allocation.rest:
-            bounds.append(self._least_of(tuple(itertools.chain(*allocation.rest)), allocation.left))
-        train = max(score for score, _ in bounds) + max(update for _, update in bounds)
-        return train if ahead else train + self.work.least_generation(allocation.pools[-1][1])
+    def _useful(self, block: Block, most: int) -> Iterator[tuple[int, list[PoolChoice]]]:
+        """Yield sizes of a pool up to `most`, with the layouts that none of a smaller pool beats."""
+        kept: list[PoolChoice] = []
+        for units in self.names.sizes(block):
+            # A pool that alone takes longer than the kept placements cannot be part of a better one.
+            if units > most or sum(self.least.of_ranks(block, units)) >= self.threshold:
+                continue
+            new = [one for one in self.pools.front(block, units) if not any(is_beaten(one, other) for other in kept)]
+            kept = [*(one for one in kept if not any(is_beaten(one, other) for other in new)), *new]
+            if new:
+                yield units, new
 
     @cached_property
     def lower_bound(self) -> float:
         """A lower bound of the seconds of every placement."""
         bounds = (
-            self._least(allocation, ahead)
+            float(np.min(self.least.seconds(pools, ahead, by_flops=True)))
             for partition in self.partitions
-            for allocation in self._allocations(partition)
-            if allocation.left >= len(allocation.rest)
+            for pools in self._allocations(partition)
             for ahead in self.aheads(partition)
         )
         return min(bounds, default=math.inf)
+
+
+def is_beaten(one: PoolChoice, other: PoolChoice) -> bool:
+    """Return whether the scores, updates and work of `other` are at most those of `one`."""
+    return other.score <= one.score and other.update <= one.update and beats(other.work, one.work)
+
+
+def front_of(fronts: Sequence[list[Others]], units: int) -> list[Others]:
+    """Return what is in the front of `units` units and not in that of one unit less."""
+    before = fronts[units - 1] if units else []
+    if fronts[units] is before:
+        return []
+    known = {id(one) for one in before}
+    return [one for one in fronts[units] if id(one) not in known]
 
 
 def undominated_others(others: Sequence[Others]) -> list[Others]:

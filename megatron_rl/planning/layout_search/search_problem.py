@@ -175,7 +175,7 @@ class SearchProblem:
         }
         self._caches: dict[int, KVCacheSize] = {}
         self._least_generation: dict[int, float] = {}
-        self._generation: dict[tuple[GridShape, int, int], float] = {}
+        self._generation: dict[tuple[int, ...], float] = {}
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
         self.rollout = next(spec for spec in specs if spec.kind.generates)
@@ -293,11 +293,13 @@ class SearchProblem:
 
     def generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
         """Return the seconds of generation where a replica decodes at most `max_seqs` sequences at once."""
-        replicas = shape.num_ranks // rollout_tp
-        key = (shape, rollout_tp, min(max_seqs, -(-self.load.num_samples // replicas)))
+        mine = -(-self.load.num_samples // (shape.num_ranks // rollout_tp))
+        together = min(max_seqs, mine)
+        # Of the replicas only the samples of one decide, and of machines only how many ranks share one.
+        key = (rollout_tp, mine, together, shape.per_node, min(shape.num_ranks, shape.per_node))
         if key not in self._generation:
             estimator = self.generator(shape, rollout_tp)
-            self._generation[key] = estimator.generate(replace(self.load, max_seqs=key[2]))
+            self._generation[key] = estimator.generate(replace(self.load, max_seqs=together))
         return self._generation[key]
 
     def steady_generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
