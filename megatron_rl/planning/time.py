@@ -242,13 +242,31 @@ class Estimator:
 
     def trained(self, load: Load) -> Busy:
         """Return the time that `train` takes on ranks with a device each."""
-        steps = load.num_updates
-        samples = load.num_samples * load.epochs / steps
+        return (self.passed(load) + self.optimizer_step(load.overlaps_dp)).times(load.num_updates)
+
+    def passed(self, load: Load) -> Busy:
+        """Return the time of the forward and backward passes of one optimizer step."""
+        samples = load.num_samples * load.epochs / load.num_updates
         passes = self._passes(load, samples, passes=3 + load.recompute, all_reduces=4 + 2 * load.recompute)
         if load.mixed is not None:
             times = {"passes": 3 + load.recompute, "all_reduces": 4 + 2 * load.recompute}
             passes += self._passes(load.mixed, load.mixed.num_samples, **times)
-        return (passes + self._optimizer_step(load)).times(steps)
+        return passes
+
+    def most_rows(self, samples: float) -> int:
+        """Return the samples of the fullest rank. Whole ones are distributed: of fewer than ranks, some have none."""
+        return math.ceil(samples * self.layout.cp / self.layout.dp - 1e-9)
+
+    @property
+    def fills_node(self) -> bool:
+        """Whether the ranks of a stage fill a machine, so that stages send to each other over the network."""
+        return self.layout.tp * self.layout.dp >= self.layout.gpus_per_node
+
+    def part_of(self, load: Load) -> tuple[object, ...]:
+        """Return all of the numbers of ranks and machines that `passed` and `scored` of a load depend on."""
+        samples = [load.num_samples, load.num_samples * load.epochs / load.num_updates]
+        samples += [] if load.mixed is None else [load.mixed.num_samples]
+        return (self.layout.gpus_per_node, self.fills_node, *map(self.most_rows, samples))
 
     def scored(self, load: Load) -> Busy:
         """Return the time that `forward` takes on ranks with a device each."""
@@ -259,8 +277,7 @@ class Estimator:
         traffic.
         """
         layout, gpu, model = self.layout, self.hardware, self.model
-        # Whole samples are distributed: with fewer samples than ranks, some ranks have none.
-        rows = math.ceil(samples * layout.cp / layout.dp - 1e-9)
+        rows = self.most_rows(samples)
         mine, length = rows * load.computed_length(rows) / layout.cp, load.attended_length(rows)
         blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length / layout.cp)))
         if layout.vpp > 1:
@@ -287,8 +304,7 @@ class Estimator:
         seconds = pipeline_seconds(total, slowest, blocks, layout.vpp)
         if layout.pp > 1:
             hops = 2 * (passes > 1) + (passes == 1)
-            wide = layout.tp * layout.dp >= layout.gpus_per_node
-            seconds += hops * layout.vpp * mine / layout.tp * model.hidden * BF16 / self._bandwidth(wide)
+            seconds += hops * layout.vpp * mine / layout.tp * model.hidden * BF16 / self._bandwidth(self.fills_node)
         return Busy(seconds, blocks * total / layout.pp)
 
     def _pass_overheads(self, tokens: float, passes: float, all_reduces: float) -> tuple[float, float]:
@@ -377,9 +393,9 @@ class Estimator:
             sent *= model.share_read(length, layout.cp) if layout.cp_comm_type == "p2p" else 1.0
         return tokens * sent / self._bandwidth(layout.tp * layout.cp > layout.gpus_per_node)
 
-    def _optimizer_step(self, load: Load) -> Busy:
+    def optimizer_step(self, overlaps_dp: bool) -> Busy:
         """Return the time of reduce-scattering float32 gradients, all-gathering parameters, and Adam's memory
-        traffic.
+        traffic. overlaps_dp: the exchange is hidden behind passes.
         """
         layout = self.layout
         mine = (self.model.adapter_params / layout.tp or self._params_of_rank) / layout.pp
@@ -389,7 +405,7 @@ class Estimator:
         own = known.optimizer_step + known.optimizer_layer * self.model.num_layers / layout.pp
         own += DP_COLLECTIVES * latency(self.hardware.collectives, layout.dp)
         own += ALL_COLLECTIVES * latency(self.hardware.collectives, layout.num_gpus)
-        seconds = adam + own + (0.0 if load.overlaps_dp else exchanged)
+        seconds = adam + own + (0.0 if overlaps_dp else exchanged)
         return Busy(seconds, seconds)
 
     @property

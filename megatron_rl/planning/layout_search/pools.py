@@ -92,6 +92,7 @@ class Pools:
         self._fronts: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
         self._on_grid: dict[tuple[int, Grid, GridShape], RoleOnLayout] = {}
         self._grids: dict[tuple[tuple[str, ...], GridShape], list[Grid]] = {}
+        self._same: dict[Grid, Grid] = {}
         self._engines: dict[int, int] = {}
 
     def front(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
@@ -274,7 +275,7 @@ class Pools:
                     for grid in layouts
                     if keeps.allow({f"{role.group}.{name}": value for name, value in grid.settings.items()})
                 ]
-            self._grids[key] = layouts
+            self._grids[key] = [self._same.setdefault(grid, grid) for grid in layouts]
         return self._grids[key]
 
     def on_grid(self, name: str, grid: Grid, shape: GridShape, block: tuple[str, ...] = ()) -> RoleOnLayout:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec
@@ -14,27 +14,46 @@ from megatron_rl.planning.activations import Recompute
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
 from megatron_rl.planning.role_ledger import SCORE, UPDATE, Passes
+from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import dispatch_seconds
+from megatron_rl.planning.time import Busy, Estimator
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 """Numbers of samples of the longest length in a micro-batch that are tried."""
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """One way to run one pass of a role on one layout.
 
-    kind: score or update. recompute: None for a score. work: rank-seconds of all ranks where they share cores, else 0.
+    kind: score or update. recompute: None for a score; again: what it recomputes. work: rank-seconds of all ranks where
+    they share cores, else 0.
     """
 
     kind: str
     pass_spec: PassSpec
     passes: Passes
     recompute: OverrideTransformerConfig | None
+    again: Recompute | None
     seconds: float
     settings: dict[str, Any] = field(compare=False)
     work: float = 0.0
+
+
+class TimedPass(NamedTuple):
+    """One way to run a pass on all clusters on which a rank has the same part of the samples.
+
+    again: what `recompute` recomputes; None: a score. busy: the forward passes, or all passes of an optimizer step.
+    """
+
+    pass_spec: PassSpec
+    passes: Passes
+    recompute: OverrideTransformerConfig | None
+    again: Recompute | None
+    settings: dict[str, Any]
+    load: Load
+    busy: Busy
 
 
 class RoleOnLayout:
@@ -46,7 +65,6 @@ class RoleOnLayout:
         self.ledger = role.ledger(work.config, grid, shape)
         self.stages = sampled_stages(grid.pp)
         self.held = [self.ledger.held(pp_rank) for pp_rank in self.stages]
-        self._bytes: dict[int, list[int]] = {}
         self._least_cut: dict[tuple[str, int], float] = {}
 
     @property
@@ -69,24 +87,43 @@ class RoleOnLayout:
 
     def _of_kind(self, kind: str) -> Iterator[Option]:
         work, role = self.work, self.role
-        configured: PassSpec = getattr(role.spec, kind)
         estimator = work.estimator(role, self.grid, self.shape)
-        again = self._recomputes if kind == UPDATE else []
-        shares = [self.ledger.recomputed_share(self._of(each)) for each, _ in again]
+        step = None if kind == SCORE else estimator.optimizer_step(work.load.overlaps_dp)
+        for way in self._ways(kind, estimator):
+            if step is None:
+                seconds = estimator.seconds(way.busy) + self.call_seconds if work.times(role, kind) else 0.0
+                yield Option(kind, way.pass_spec, way.passes, None, None, seconds, way.settings)
+                continue
+            busy = (way.busy + step).times(way.load.num_updates)
+            seconds = estimator.seconds(busy) + way.load.num_updates * self.call_seconds
+            rank_seconds = busy.work * self.shape.num_ranks if work.hardware.parallel_ranks else 0.0
+            yield Option(kind, way.pass_spec, way.passes, way.recompute, way.again, seconds, way.settings, rank_seconds)
+
+    def _ways(self, kind: str, estimator: Estimator) -> list[TimedPass]:
+        """Return the ways of a pass. Of the cluster only a rank's part decides: most sizes share those of others."""
+        work, role, grid = self.work, self.role, self.grid
+        configured: PassSpec = getattr(role.spec, kind)
+        load = work.pass_load(role, configured, None if kind == SCORE else 0.0, grid.cp)
+        key = (id(role), kind, grid, estimator.part_of(load), self.ledger.parts(kind))
+        if key not in work.ways:
+            work.ways[key] = list(self._made(kind, configured, estimator))
+        return work.ways[key]
+
+    def _made(self, kind: str, configured: PassSpec, estimator: Estimator) -> Iterator[TimedPass]:
+        work, role = self.work, self.role
+        again = [(each, self._of(each), settings) for each, settings in (self._recomputes if kind == UPDATE else [])]
+        shares = [self.ledger.recomputed_share(recompute) for _, recompute, _ in again]
         for pass_spec, passes, cut in self._cuts(kind, configured):
             if not work.keeps.allow(cut):
                 continue
             if kind == SCORE:
                 load = work.pass_load(role, pass_spec, None, self.grid.cp)
-                seconds = estimator.forward(load) + self.call_seconds if work.times(role, kind) else 0.0
-                yield Option(kind, pass_spec, passes, None, seconds, cut)
+                busy = estimator.scored(load) if work.times(role, kind) else Busy(0.0, 0.0)
+                yield TimedPass(pass_spec, passes, None, None, cut, load, busy)
                 continue
-            for (recompute, settings), share in zip(again, shares, strict=True):
+            for (recompute, parts, settings), share in zip(again, shares, strict=True):
                 load = work.pass_load(role, pass_spec, share, self.grid.cp)
-                busy = estimator.trained(load)
-                seconds = estimator.seconds(busy) + load.num_updates * self.call_seconds
-                rank_seconds = busy.work * self.shape.num_ranks if work.hardware.parallel_ranks else 0.0
-                yield Option(kind, pass_spec, passes, recompute, seconds, cut | settings, rank_seconds)
+                yield TimedPass(pass_spec, passes, recompute, parts, cut | settings, load, estimator.passed(load))
 
     def _cuts(self, kind: str, pass_spec: PassSpec) -> Iterator[tuple[PassSpec, Passes, dict[str, Any]]]:
         """Yield the pass with other micro-batches and their settings; none larger than all samples of a rank."""
@@ -150,15 +187,22 @@ class RoleOnLayout:
 
     def bytes_of(self, option: Option) -> list[int]:
         """Return the bytes that a pass needs in addition to permanent bytes, on each sampled stage."""
-        if id(option) not in self._bytes:
-            ledger, passes = self.ledger, option.passes
-            again = None if option.recompute is None else self._of(option.recompute)
+        known, ledger, passes, again = self.work.bytes_of_passes, self.ledger, option.passes, option.again
+        key = (id(self.role), self.grid, passes, again, self._optimizer_shares)
+        if key not in known:
             held = (
                 ledger.forward(pp_rank, passes) if again is None else ledger.update(pp_rank, passes, again)
                 for pp_rank in self.stages
             )
-            self._bytes[id(option)] = [sum(each.values()) for each in held]
-        return self._bytes[id(option)]
+            known[key] = [sum(each.values()) for each in held]
+        return known[key]
+
+    @cached_property
+    def _optimizer_shares(self) -> tuple[int, ...]:
+        """What the bytes of an update have of the number of ranks: on CPUs Adam has temporaries of a rank's share."""
+        if self.work.device == "cuda" or not self.role.spec.is_trained:
+            return ()
+        return tuple(self.ledger.weights.optimizer_share(pp_rank) for pp_rank in self.stages)
 
 
 @cache

@@ -104,8 +104,13 @@ class RoleWork:
 
     def ledger(self, config: RunConfig, grid: Grid, shape: GridShape) -> RoleLedger:
         """Return what the role holds and needs on a layout."""
-        spec = replace(self.spec, megatron=replace(self.spec.megatron, **grid.settings))
-        return RoleLedger(config, spec, self.model, self.params, shape.num_ranks, self.teaching)
+        if grid not in self._specs:
+            self._specs[grid] = replace(self.spec, megatron=replace(self.spec.megatron, **grid.settings))
+        return RoleLedger(config, self._specs[grid], self.model, self.params, shape.num_ranks, self.teaching)
+
+    @cached_property
+    def _specs(self) -> dict[Grid, RoleSpec]:
+        return {}
 
     @cached_property
     def offloads(self) -> dict[tuple[str, ...], dict[str, bool]]:
@@ -176,6 +181,9 @@ class SearchProblem:
         self._caches: dict[int, KVCacheSize] = {}
         self._least_generation: dict[int, float] = {}
         self._generation: dict[tuple[int, ...], float] = {}
+        self.ways: dict[tuple[object, ...], list[Any]] = {}
+        """Ways of passes that `RoleOnLayout` computed, for all clusters on which a rank has the same part."""
+        self.bytes_of_passes: dict[tuple[object, ...], list[int]] = {}
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
         self.rollout = next(spec for spec in specs if spec.kind.generates)
