@@ -63,7 +63,7 @@ class ParamRun(NamedTuple):
 class ModelParams:
     """A model's parameters by layer. The shards of a layer are counted once for all layers that are cut alike.
 
-    buffers: those laid out so far (`TrainedWeights.buffers`).
+    buffers: those laid out so far (`TrainedWeights.buffers`). runs: what is in them, however they are padded.
     """
 
     def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
@@ -86,6 +86,7 @@ class ModelParams:
         self._numels: dict[tuple[int, bool | None, Place], tuple[int, ...]] = {}
         self._blocks: dict[tuple[int, bool | None, Place], ParamRun | None] = {}
         self.buffers: dict[object, list[FlatBuffer]] = {}
+        self.runs: dict[object, list[BufferRuns]] = {}
 
     def _parted(self, names: Sequence[str]) -> dict[bool | None, tuple[str, ...]]:
         """Return the dense parameters and those of experts, each last to first, and under None all, first to last."""
@@ -113,6 +114,14 @@ class ModelParams:
         """Return a parameter outside of the layers."""
         numel = shard_of(self.specs[name].tensor, place).numel
         return ParamRun((name,), (numel,), numel, aligned(numel))
+
+
+class BufferRuns(NamedTuple):
+    """What one of DDP's buffers of a stage holds. chunk: its number. blocks: parameters, last to first."""
+
+    chunk: int
+    is_expert: bool
+    blocks: tuple[ParamRun, ...]
 
 
 @dataclass(frozen=True)
@@ -253,13 +262,25 @@ class TrainedWeights:
         return {}
 
     def _stage_buffers(self, pp_rank: int, place: Place, multiples: tuple[int, ...]) -> list[FlatBuffer]:
-        chunks, pp_size = self.stages.layers(pp_rank), self.stages.pp_size
+        key = (self.stages, pp_rank, place, self.still)
+        if key not in self.params.runs:
+            self.params.runs[key] = list(self._stage_runs(pp_rank, place))
         buffers: list[FlatBuffer] = []
-        for number, layers in enumerate(chunks):
+        for number, is_expert, blocks in self.params.runs[key]:
             # Megatron makes one bucket for other stages and chunks: the rest does not wait for their traffic.
             bucket_numel = self.bucket_numel if pp_rank == number == 0 else None
+            buffers.append(self._buffer(blocks, multiples[is_expert], bucket_numel, is_expert=is_expert))
+        if self.still and pp_rank == self.stages.pp_size - 1:
+            names = [name for name in self._after if name in self.still]
+            buffers.append(_one_buffer([self.params.alone(name, place) for name in names], is_still=True))
+        return buffers
+
+    def _stage_runs(self, pp_rank: int, place: Place) -> Iterator[BufferRuns]:
+        """Yield what is in each of DDP's buffers of a stage, in their order."""
+        chunks, pp_size = self.stages.layers(pp_rank), self.stages.pp_size
+        for number, layers in enumerate(chunks):
             is_end = pp_rank == pp_size - 1 and number == len(chunks) - 1
-            for is_expert, multiple in zip((False, True), multiples, strict=True):
+            for is_expert in (False, True):
                 found = [self.params.layer(layer, place, is_expert=is_expert) for layer in reversed(layers)]
                 blocks = [block for block in found if block is not None]
                 after = [name for name in self._after if name not in self.still] if is_end else []
@@ -267,11 +288,7 @@ class TrainedWeights:
                 ends = [self._alone(reversed(names), place, is_expert=is_expert) for names in (after, before)]
                 blocks = [*ends[0], *blocks, *ends[1]]
                 if blocks:
-                    buffers.append(self._buffer(blocks, multiple, bucket_numel, is_expert=is_expert))
-        if self.still and pp_rank == pp_size - 1:
-            names = [name for name in self._after if name in self.still]
-            buffers.append(_one_buffer([self.params.alone(name, place) for name in names], is_still=True))
-        return buffers
+                    yield BufferRuns(number, is_expert, tuple(blocks))
 
     def _alone(self, names: Iterable[str], place: Place, *, is_expert: bool) -> list[ParamRun]:
         """Return those of the parameters outside of the layers that are dense, or those of experts."""

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from test_published_shapes import GEMMA_4, write
 
 from megatron_rl.config.load import load_config
+from megatron_rl.hybrid_engine.eight_bit_members import EightBitTensors
 from megatron_rl.hybrid_engine.plan import ExchangePlan, covers_training, plan_memory
 from megatron_rl.hybrid_engine.schedule import most_packed
-from megatron_rl.model.families import ParamSpec, tensors_of
+from megatron_rl.model.families import ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.model.families.adapter_params import merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 from megatron_rl.parallel.stages import StagePlan
+from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.exchange_counts import ExchangeCounts
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory_advice import tried
@@ -118,6 +120,42 @@ def test_random_layouts(sizes, per_node, layers, message, drop):
             ExchangeCounts(tensors_of(specs), members, drop_train_weights=drop)
         return
     assert_equal(ExchangeCounts(tensors_of(specs), members, drop_train_weights=drop), whole, message)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.tuples(*[st.sampled_from((1, 2, 4))] * 4),
+    per_node=st.sampled_from((2, 3, 8)),
+    layers=st.integers(2, 5),
+    message=st.sampled_from((8, 64, SMALL)),
+)
+def test_random_layouts_of_fp8_weights(sizes, per_node, layers, message):
+    """Codes, scales and what stays, each as its whole plan. Would not catch a linear that should be of another view."""
+    tp, pp, ep, rollout_tp = sizes
+    grid = TrainGrid(math.lcm(tp, ep, rollout_tp) * pp, tp, pp, ep, 1)
+    specs = {}
+    for layer in range(layers * pp):
+        name = f"decoder.layers.{layer}"
+        qkv = LogicalTensor(f"qkv{layer}", (Segment("q", (32, 16), 4), Segment("k", (16, 16), 2)), 0)
+        norm = LogicalTensor(f"norm{layer}", (Segment("n", (16,), 1),), None)
+        experts = LogicalTensor(f"up{layer}", (Segment("up", (4, 16, 8), 16),), 1, is_expert=True)
+        specs[f"{name}.self_attention.linear_qkv.weight"] = ParamSpec(qkv, ())
+        specs[f"{name}.norm.weight"] = ParamSpec(norm, ())
+        if layer % 3:
+            specs[f"{name}.mlp.experts.w13"] = ParamSpec(experts, ())
+    weights = TrainedWeights(ModelParams(specs), StagePlan(layers * pp, pp), grid, 1)
+    members = weights.members(grid.exchange_group(0), RolloutGrid(grid, rollout_tp), per_node, 1)
+    counted = EightBitTransition(specs, members, 4, 2)
+    tensors = EightBitTensors.of(tensors_of(specs), eight_bit_names(specs), 4)
+    assert tensors.codes and tensors.kept
+    views = zip(counted.moved, (tensors.codes, tensors.scales, tensors.kept), tensors.members(members), strict=True)
+    buffers = []
+    for (size, counts), view, held in views:
+        whole, _ = plan_memory(view, held, 0, False)
+        assert_equal(counts, whole, message)
+        buffers.append([size * plan.foreign_numel for plan in whole.plans])
+    received = [counted.receive_buffers(number) for number in range(len(members))]
+    assert received == [*map(list, zip(*buffers, strict=True))]
 
 
 def test_work_for_671b_is_by_classes():
