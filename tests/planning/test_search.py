@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,8 +12,10 @@ from published.points import hardware_of
 
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.layout_search.exact_ranking import Finalists
+from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.partitions import partitions
-from megatron_rl.planning.layout_search.search import Placed, Search
+from megatron_rl.planning.layout_search.pools import Pools
+from megatron_rl.planning.layout_search.search import Others, Placed, Search, undominated_others
 from megatron_rl.planning.layout_search.search_result import find_placements
 
 LARGE = """
@@ -222,28 +223,56 @@ def ppo_70b(equal, gpus: int):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "limit_s", [pytest.param(10, marks=pytest.mark.quiet), 20], ids=["alone", "in parallel with others"]
+    ("gpus", "layouts", "allocations"),
+    [(64, 8_500, 120), pytest.param(1024, 150_000, 35_000, marks=pytest.mark.slow)],
 )
-def test_128_gpus_take_seconds(equal, limit_s):
-    """CPU seconds of search and finalists; beside other tests, which use the same cores, they are up to twice as long.
-    Would not catch a slow import.
+def test_work_is_bounded(equal, gpus, layouts, allocations):
+    """Layouts of pools and allocations that are compared, out of tens and hundreds of thousands. Would not catch a
+    layout that is slow to judge.
     """
-    asked = ppo_70b(equal, 128)
-    start = time.process_time()
-    mapped = find_placements(asked)
-    assert time.process_time() - start < limit_s
-    assert len(mapped.candidates) == 10 and mapped.gap < 0.5
+    mapped = find_placements(ppo_70b(equal, gpus))
+    assert mapped.num_layouts < layouts and mapped.num_placements < allocations
+    assert mapped.candidates and mapped.gap < 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.quiet
-def test_1024_gpus_take_less_than_a_minute(equal):
-    """Would not catch memory that other processes need."""
-    asked = ppo_70b(equal, 1024)
-    start = time.process_time()
-    assert len(find_placements(asked).candidates) == 10
-    assert time.process_time() - start < 60
+def test_sizes_with_equal_parts_share_their_passes(equal):
+    """64 samples on 512 to 1,024 GPUs, one for each replica: timed once, as each size alone. Would not catch a part of
+    the cluster that these sizes have in common.
+    """
+    asked, grid = equal("llama-2-7b", 1024, "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16"), Grid(2, 2)
+    shared = Pools(asked.work)
+    for nodes in (64, 96, 128):
+        mine, alone = (
+            pools.on_grid("actor", grid, GridShape(nodes, 8), ("actor",)) for pools in (shared, Pools(asked.work))
+        )
+        assert mine.options == alone.options
+        sizes = [[[each.bytes_of(option) for option in each.options["update"]]] for each in (mine, alone)]
+        assert sizes[0] == sizes[1]
+    assert len(shared.work.ways) == len(mine.options) == 2
+
+
+@pytest.mark.parametrize("cores", [0, 4])
+def test_fronts_of_other_pools_are_those_of_every_size(tmp_path, cores):
+    """Scores, updates and work of two pools without the actor, against every pair of sizes. Would not catch three."""
+    hardware = dataclasses.replace(gpu(), parallel_ranks=cores)
+    asked = request(
+        tmp_path, 16, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true",
+        model=write_model(tmp_path / "model"), critic=write_model(tmp_path / "critic", num_hidden_layers=6),
+        hardware=hardware, per_node=4,
+    )  # fmt: skip
+    search, blocks = Search(asked.work), (("reference",), ("critic",))
+    every = [
+        (one.units + other.units, Others(0.0, 0.0).joined(one).joined(other))
+        for first in search.names.sizes(blocks[0])
+        for one in search.pools.front(blocks[0], first)
+        for second in search.names.sizes(blocks[1])
+        for other in search.pools.front(blocks[1], second)
+    ]
+    for left, front in enumerate(search.others(blocks)):
+        expected = undominated_others([others for units, others in every if units <= left])
+        assert [(one.score, one.update, one.work) for one in front] == [
+            (one.score, one.update, one.work) for one in expected
+        ]
 
 
 def test_faster_networks_and_more_memory_never_hurt(equal):

@@ -150,7 +150,7 @@ def sentences(mapped: SearchResult) -> list[str]:
     best = mapped.candidates[0]
     return [
         f"searched {mapped.num_layouts} layouts of pools and {mapped.num_placements} allocations in "
-        f"{mapped.search_seconds:.1f} s; {mapped.num_skipped} allocations cannot be faster by their FLOPs and bytes",
+        f"{mapped.search_seconds:.1f} s; {mapped.num_skipped} allocations cannot be faster by lower bounds",
         f"exact over its space; FLOPs and the best generation alone take {mapped.lower_bound:.2f} s of any placement: "
         f"the best is {mapped.gap:.0%} above what no layout can beat",
         *([f"trainer.rollout_ahead={best.placed.ahead}: responses are up to a step old"] if best.is_ahead else []),

@@ -5,9 +5,9 @@
                                                                          dynamic programming over their sizes
 A step takes reshard + gen + the longest scores + the longest updates of all pools. A layout that another one beats in
 all of these is never part of a best placement, so the search is exact over its space. A lower bound (FLOPs of each
-pool's roles on its ranks, and the best generation) skips sizes that cannot reach the best placements so far. Where
-ranks share cores, as on CPUs, the work of a pool is an objective, too; micro-batches are still the fastest of their
-pool.
+pool's roles on its ranks and the best generation, or the best layouts of the pool in each objective once they are
+known) skips sizes that cannot reach the best placements so far. Where ranks share cores, as on CPUs, the work of a pool
+is an objective, too; micro-batches are still the fastest of their pool.
 """
 
 from __future__ import annotations
