@@ -307,12 +307,6 @@ class RoleLedger:
             [passes_of(self.config, role, kind, pass_spec, dp_size, multiple, cp) for cp, dp_size in sizes.items()]
         )
 
-    def parts(self, kind: str) -> tuple[int, ...]:
-        """Return all of the number of ranks that `passes` depends on: what a rank has of samples and of examples."""
-        samples, examples = samples_of(self.config, self.role, kind)
-        sizes = [self.grid.num_replicas // size for size in self.grid.pack_sizes] or [self.grid.dp_size]
-        return tuple(-(-number // size) for size in sizes for number in (samples, examples))
-
     def _of_adapters(self, block: LayerBlock, *, backward: bool) -> float:
         """Return the bytes that a running layer's adapters hold for a moment."""
         return 0.0 if self.adapters is None else self.adapters.running_bytes(block, self.layer.cut, backward=backward)
@@ -444,6 +438,13 @@ def samples_of(config: RunConfig, role: RoleSpec, kind: str) -> tuple[int, int]:
     if kind != UPDATE:
         return sizes.num_samples, 0
     return sizes.mini_batch_samples(role.settings), 0 if role.mixed is None else role.mixed.num_examples
+
+
+def parts_of(ledger: RoleLedger, kind: str) -> tuple[int, ...]:
+    """Return all of the number of ranks that `passes` depends on: what a rank has of samples and of examples."""
+    grid, numbers = ledger.grid, samples_of(ledger.config, ledger.role, kind)
+    sizes = [grid.num_replicas // size for size in grid.pack_sizes] or [grid.dp_size]
+    return tuple(-(-number // size) for size in sizes for number in numbers)
 
 
 def blocks_of(

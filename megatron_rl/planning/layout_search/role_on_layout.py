@@ -13,7 +13,7 @@ from megatron_rl.config.roles import PassSpec
 from megatron_rl.planning.activations import Recompute
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
-from megatron_rl.planning.role_ledger import SCORE, UPDATE, Passes
+from megatron_rl.planning.role_ledger import SCORE, UPDATE, Passes, parts_of
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import dispatch_seconds
 from megatron_rl.planning.time import Busy, Estimator
@@ -104,7 +104,7 @@ class RoleOnLayout:
         work, role, grid = self.work, self.role, self.grid
         configured: PassSpec = getattr(role.spec, kind)
         load = work.pass_load(role, configured, None if kind == SCORE else 0.0, grid.cp)
-        key = (id(role), kind, grid, estimator.part_of(load), self.ledger.parts(kind))
+        key = (id(role), kind, grid, estimator.part_of(load), parts_of(self.ledger, kind))
         if key not in work.ways:
             work.ways[key] = list(self._made(kind, configured, estimator))
         return work.ways[key]
