@@ -441,7 +441,7 @@ def samples_of(config: RunConfig, role: RoleSpec, kind: str) -> tuple[int, int]:
 
 
 def parts_of(ledger: RoleLedger, kind: str) -> tuple[int, ...]:
-    """Return all of the number of ranks that `passes` depends on: what a rank has of samples and of examples."""
+    """Return all of the number of ranks that `passes` depends on: the samples and the examples of a rank."""
     grid, numbers = ledger.grid, samples_of(ledger.config, ledger.role, kind)
     sizes = [grid.num_replicas // size for size in grid.pack_sizes] or [grid.dp_size]
     return tuple(-(-number // size) for size in sizes for number in numbers)

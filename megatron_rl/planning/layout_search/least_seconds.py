@@ -20,11 +20,11 @@ from megatron_rl.planning.layout_search.search_problem import SearchProblem
 
 Table = npt.NDArray[np.float64]
 SCORE, UPDATE, GEN, RESHARD, STEADY = range(5)
-"""Rows of a table. STEADY: generation's seconds where it runs ahead of training."""
+"""Rows of a table. STEADY: generation's seconds without waiting for training."""
 
 
 class PoolSizes(NamedTuple):
-    """The pool that generates, in some sizes, beside the actor's in one. rest: the other pools, in the units `left`.
+    """The pool that generates, in some sizes, next to the actor's in one. rest: the other pools, in the units `left`.
 
     first: the actor's pool and its units; (): it generates itself.
     """

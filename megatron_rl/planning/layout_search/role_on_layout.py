@@ -27,8 +27,8 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 class Option:
     """One way to run one pass of a role on one layout.
 
-    kind: score or update. recompute: None for a score; again: what it recomputes. work: rank-seconds of all ranks where
-    they share cores, else 0.
+    kind: score or update. recompute: None for a score; again: its recomputed layers. work: rank-seconds of all ranks
+    where they share cores, else 0.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class RoleOnLayout:
             yield Option(kind, way.pass_spec, way.passes, way.recompute, way.again, seconds, way.settings, rank_seconds)
 
     def _ways(self, kind: str, estimator: Estimator) -> list[TimedPass]:
-        """Return the ways of a pass. Of the cluster only a rank's part decides: most sizes share those of others."""
+        """Return the ways of a pass. Only a rank's part decides them: most sizes share those of others."""
         work, role, grid = self.work, self.role, self.grid
         configured: PassSpec = getattr(role.spec, kind)
         load = work.pass_load(role, configured, None if kind == SCORE else 0.0, grid.cp)

@@ -123,7 +123,7 @@ class Search:
                     self._keep(best)
 
     def _fronts(self, one: PoolSizes, ahead: int, bound: float) -> list[list[PoolChoice]] | None:
-        """Return the layouts of the pools with actor and rollout in one size; None: a bound rules the size out, by
+        """Return the layouts of the pools with actor and rollout in one size; None: a bound excludes the size, by
         FLOPs, or by the layouts of one of the pools. bound: the one known so far.
         """
         fronts = []

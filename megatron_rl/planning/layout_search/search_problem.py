@@ -303,7 +303,7 @@ class SearchProblem:
         """Return the seconds of generation where a replica decodes at most `max_seqs` sequences at once."""
         mine = -(-self.load.num_samples // (shape.num_ranks // rollout_tp))
         together = min(max_seqs, mine)
-        # Of the replicas only the samples of one decide, and of machines only how many ranks share one.
+        # Only the samples of one replica decide, and how many ranks share a machine.
         key = (rollout_tp, mine, together, shape.per_node, min(shape.num_ranks, shape.per_node))
         if key not in self._generation:
             estimator = self.generator(shape, rollout_tp)
