@@ -423,28 +423,14 @@ def passes_of(
     Every sequence has the longest length, or the token limit of a pass over cp_size ranks. Examples that an update
     mixes in count as well. multiple: to which the tokens of a rank's part are padded.
     """
-    num_samples, _ = samples_of(config, role, kind)
+    sizes = config.batch_sizes
+    num_samples = sizes.mini_batch_samples(role.settings) if kind == UPDATE else sizes.num_samples
     own = blocks_of(config, pass_spec, num_samples, dp_size, multiple, cp_size)
     if kind != UPDATE or role.mixed is None:
         return own
     longer = replace(pass_spec, longest=role.mixed.longest, scored=role.mixed.longest - 1)
     mixed = blocks_of(config, longer, role.mixed.num_examples, dp_size, multiple, cp_size)
     return replace(largest_of([own, mixed]), num_blocks=own.num_blocks + mixed.num_blocks)
-
-
-def samples_of(config: RunConfig, role: RoleSpec, kind: str) -> tuple[int, int]:
-    """Return the samples of a pass over all ranks, and the examples that an update mixes in."""
-    sizes = config.batch_sizes
-    if kind != UPDATE:
-        return sizes.num_samples, 0
-    return sizes.mini_batch_samples(role.settings), 0 if role.mixed is None else role.mixed.num_examples
-
-
-def parts_of(ledger: RoleLedger, kind: str) -> tuple[int, ...]:
-    """Return all of the number of ranks that `passes` depends on: the samples and the examples of a rank."""
-    grid, numbers = ledger.grid, samples_of(ledger.config, ledger.role, kind)
-    sizes = [grid.num_replicas // size for size in grid.pack_sizes] or [grid.dp_size]
-    return tuple(-(-number // size) for size in sizes for number in numbers)
 
 
 def blocks_of(

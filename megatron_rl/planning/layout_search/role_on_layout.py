@@ -13,7 +13,7 @@ from megatron_rl.config.roles import PassSpec
 from megatron_rl.planning.activations import Recompute
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
-from megatron_rl.planning.role_ledger import SCORE, UPDATE, Passes, parts_of
+from megatron_rl.planning.role_ledger import SCORE, UPDATE, Passes, RoleLedger
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import dispatch_seconds
 from megatron_rl.planning.time import Busy, Estimator
@@ -203,6 +203,15 @@ class RoleOnLayout:
         if self.work.device == "cuda" or not self.role.spec.is_trained:
             return ()
         return tuple(self.ledger.weights.optimizer_share(pp_rank) for pp_rank in self.stages)
+
+
+def parts_of(ledger: RoleLedger, kind: str) -> tuple[int, ...]:
+    """Return all of the number of ranks that `RoleLedger.passes` depends on: the samples and examples of a rank."""
+    grid, role, sizes = ledger.grid, ledger.role, ledger.config.batch_sizes
+    numbers = [sizes.num_samples if kind == SCORE else sizes.mini_batch_samples(role.settings)]
+    numbers += [role.mixed.num_examples] if kind == UPDATE and role.mixed is not None else []
+    replicas = [grid.num_replicas // size for size in grid.pack_sizes] or [grid.dp_size]
+    return tuple(-(-number // size) for size in replicas for number in numbers)
 
 
 @cache
