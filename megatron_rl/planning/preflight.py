@@ -77,12 +77,15 @@ def examined(
 
 
 def _unread(config: RunConfig, model: ModelSizes) -> str | None:
-    """The line about a folder's tensors that are not read, some of which drafts read."""
+    """The line about a folder's tensors that are not read, some of which drafts or images read."""
     shared = config.actor_rollout_ref
-    reads_mtp = config.generates and shared.mtp_use != MTPUse.NONE and model.path == shared.model.path
-    return (
-        f"{model.unread}; speculative decoding reads those of the layer" if reads_mtp and model.unread else model.unread
-    )
+    is_own = config.generates and model.path == shared.model.path
+    if model.unread is None or not is_own:
+        return model.unread
+    read = ["; speculative decoding reads those of the layer"] if shared.mtp_use != MTPUse.NONE else []
+    if config.data.image_key is not None:
+        read.append("; the pass over images reads those of the tower, and no update changes them")
+    return model.unread + "".join(read)
 
 
 def _violations(
