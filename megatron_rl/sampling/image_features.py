@@ -22,8 +22,8 @@ from megatron_rl.records import Batch, Stored, as_held, ragged_from_lengths
 from megatron_rl.remote_columns import ColumnPiece, RemoteColumn
 from megatron_rl.rollout.slices import ImageInput
 
-ROUND_BYTES = 8 << 20
-"""Bytes of patches that are sent together: this process holds no more of them at a time."""
+ROUND_BYTES = 4 << 20
+"""Bytes of patches that are sent together for each rank that reads images: this process holds no more at a time."""
 PATCH_BYTES = 3 * 2 * 16 * 16 * 4
 """Bytes of a patch, until one is known."""
 MOST_BYTES = 4 << 30
@@ -42,13 +42,18 @@ PatchesOf = Callable[[Sequence[str]], Sequence[tuple[Grid, torch.Tensor]]]
 
 
 class ImageFeatures:
-    """Features by digest. num_passes: images that the tower has read."""
+    """Features by digest. num_passes: images that the tower has read. num_readers: data-parallel ranks that read."""
 
     def __init__(
-        self, patches_of: PatchesOf, role: ImageRole, most_bytes: int = MOST_BYTES, round_bytes: int = ROUND_BYTES
+        self,
+        patches_of: PatchesOf,
+        role: ImageRole,
+        num_readers: int = 1,
+        most_bytes: int = MOST_BYTES,
+        round_bytes: int = ROUND_BYTES,
     ) -> None:
         self._patches_of, self._role = patches_of, role
-        self._most_bytes, self._round_bytes = most_bytes, round_bytes
+        self._most_bytes, self._round_bytes = most_bytes, num_readers * round_bytes
         self._known: OrderedDict[str, ColumnPiece] = OrderedDict()
         self._patch_bytes = PATCH_BYTES
         self.num_passes = 0
