@@ -123,7 +123,10 @@ class LinearAdapters(AdapterDict):
         x, out = inputs[0], output[0]
         down = self._summed(F.linear(x, torch.cat([pair.lora_A for pair in pairs])))
         ups = [pair.lora_B for pair in pairs]
-        return AddedProducts.apply(out, down, self.starts, self.scale, *ups), output[1]
+        result = AddedProducts.apply(out, down, self.starts, self.scale, *ups)
+        if exact := getattr(linear, "added_in_tiles", None):
+            result = exact(result, out, x, self.starts, self.scale, [(pair.lora_A, pair.lora_B) for pair in pairs])
+        return result, output[1]
 
     def shared(self, adapter: Adapter) -> list[torch.nn.Parameter]:
         """Return the matrices that TP ranks hold whole while they see different tokens: gradients are summed."""

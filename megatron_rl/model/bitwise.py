@@ -11,7 +11,7 @@ goes to the replaced output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,18 @@ def rows_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat(out, 1)[:, :length]
 
 
+def added(
+    out: Tensor, x: Tensor, starts: Sequence[int], scale: float, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Add scale B (A x) of each projection to out [..., O], in place and without gradients.
+
+    x [..., I]. starts: the first column of each in out. pairs: its A [r, I] and B [o, r].
+    """
+    for start, (down, up) in zip(starts, pairs, strict=True):
+        out[..., start : start + len(up)] += scale * linear(linear(x, down), up)
+    return out
+
+
 class SameGradient(torch.autograd.Function):
     """`exact`, with the gradient of `usual`, which it replaces."""
 
@@ -140,7 +152,10 @@ def _multiply_in_tiles(module: Any, tp_group: dist.ProcessGroup) -> None:
 
         return replaced(usual(input=input, weight=weight, bias=bias, **options), exact)
 
-    module._forward_impl = forward
+    def with_adapters(result: Tensor, out: Tensor, *given: Any) -> Tensor:
+        return replaced(result, lambda: added(out.clone(), *given))
+
+    module._forward_impl, module.added_in_tiles = forward, with_adapters
 
 
 def _gate_in_tiles(mlp: Any) -> None:

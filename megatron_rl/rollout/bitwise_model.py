@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from types import MethodType
 from typing import Any
 
@@ -15,16 +18,18 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from megatron_rl.model.attention import turned
-from megatron_rl.model.bitwise import KEYS, TILE, attention, gated, linear
+from megatron_rl.model.bitwise import KEYS, TILE, added, attention, gated, linear
 from megatron_rl.model.norm import CpuNorm
 
 
-def compute_bitwise(model: torch.nn.Module, frequencies: Tensor) -> None:
-    """Replace the arithmetic of a dense model of vLLM with plain attention, before its first step.
+def compute_bitwise(model: torch.nn.Module, frequencies: Tensor, adapter_scale: float) -> None:
+    """Replace the arithmetic of vLLM's model with plain attention, before its first step.
 
-    frequencies: the trainer's of the rotary embedding, float32 [D / 2].
+    frequencies: the trainer's of the rotary embedding, float32 [D / 2]. adapter_scale: of adapters' products.
     """
     for module in model.modules():
+        if punica := getattr(module, "punica_wrapper", None):
+            punica.add_lora_linear = partial(_add_adapters, adapter_scale)
         if hasattr(module, "cpu_linear"):
             vars(module)["cpu_linear"] = linear
         if isinstance(router := getattr(module, "router", None), CPURouter):
@@ -72,6 +77,21 @@ class _Rotation:
             return turned(x.reshape(len(positions), -1, self.head_size), cosine, sine, 1.0).view(x.shape)
 
         return turn(query), None if key is None else turn(key)
+
+
+def _add_adapters(
+    factor: float,
+    out: Tensor,
+    x: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+    **unused: Any,
+) -> None:
+    """Add the products of the one adapter to out [T, O]. lora_a, lora_b: A and B by projection, [1, 1, ...]."""
+    starts = [0, *accumulate(output_slices)][:-1]
+    added(out, x, starts, scale * factor, [(down[0, 0], up[0, 0]) for down, up in zip(lora_a, lora_b, strict=True)])
 
 
 def _store(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

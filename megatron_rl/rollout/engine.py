@@ -185,7 +185,7 @@ class RolloutEngine:
             sample_first(self.model, num_tokens, placeholders)
         self._models = [self.model, *([] if mtp is None else [runner.drafter.model])]
         if bitwise_frequencies is not None:
-            compute_bitwise(self.model, bitwise_frequencies)
+            compute_bitwise(self.model, bitwise_frequencies, adapters.scale)
         if config.speculative == EARLIER:
             runner.drafter.attach(runner, config)
         if placeholders and mtp is not None:

@@ -157,7 +157,15 @@ CASES = {
     ),
 }
 CASES["qwen2"] = Case(
-    **{**vars(QWEN2), "families": ("Qwen2ForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration")}
+    **{
+        **vars(QWEN2),
+        "families": (
+            "Qwen2ForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+        ),
+    }
 )
 REASONING = {
     "qwen3": "qwen3",

@@ -237,7 +237,10 @@ def test_each_column_has_a_digest_of_its_own(tmp_path, tokenizer, column, change
             {**row("1"), "reward_model": "2"},
             r"line 3, field 'reward_model.ground_truth': nothing; the row has data_source",
         ),
-        ({**row("1"), "images": [1, 2]}, "field 'images': 2 entries; a row must be text alone"),
+        (
+            {**row("1"), "images": [1, 2]},
+            "field 'images': 2 entries; a row must be text, and images where data.image_key names their column",
+        ),
         ({**row("1"), "extra_info": [1]}, "field 'extra_info': a list, and not an object"),
         ({**row("1"), "prompt": {"role": "user"}}, "field 'prompt': {'role': 'user'}, and not text or messages"),
     ],

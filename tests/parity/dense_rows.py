@@ -48,6 +48,7 @@ EQUAL_BITS = tuple(
         (save_qwen3, "one process, padded", ALONE, PADDED, ALWAYS),
         (save_llama31, "PP2xDP2", (4, 1, 2), {}, LONG),
         (save_qwen3_moe, "EP2, PP2", (4, 1, 2), {EP: 2}, LONG),
+        (save_llama, "PP2, adapters", (2, 1, 2), {"actor_rollout_ref__model__lora__rank": 8}, LONG),
         (save_mistral, "TP2, draft tokens", (2, 2, 1), TP2 | {f"{ROLLOUT}speculative": "ngram"}, LONG),
     )
 )

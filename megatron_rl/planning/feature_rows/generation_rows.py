@@ -192,7 +192,7 @@ ROWS = (
         where(BITWISE),
         excludes=(
             Relation("fp8_rollouts", "rounded weights are not those that are trained", {BITWISE: False}),
-            Relation("lora", "vLLM adds the products of adapters with kernels of its own", {BITWISE: False}),
+            Relation("merged_adapters", "a merged weight is another sum than base and adapter", {BITWISE: False}),
             Relation("fp8_training", "generation multiplies without rounding", {BITWISE: False}),
             Relation("transformer_engine", "its products are not those of tiles", {BITWISE: False}),
             Relation("context_parallel", "sums of other ranks' keys are added in another order", {BITWISE: False}),
@@ -204,6 +204,16 @@ ROWS = (
                 _other_numbers,
                 {BITWISE: False},
                 keys=lambda run, use: {"trainer.device": run.device, DTYPE: run.policy.megatron.dtype},
+            ),
+            Requirement(
+                "LoRA adapters with TP 1",
+                lambda run, use: (
+                    "vLLM adds the parts of adapters that TP cuts after their last product, the trainer before it"
+                    if run.policy.lora.rank > 0 and run.value(TP) > 1
+                    else ""
+                ),
+                {BITWISE: False},
+                keys=lambda run, use: {"actor_rollout_ref.model.lora.rank": run.policy.lora.rank, TP: run.value(TP)},
             ),
             Requirement("rollout TP = training TP", _other_sums, {BITWISE: False}, keys=_tp_sizes),
             Requirement(
