@@ -55,7 +55,6 @@ CHAT_FORMATS = {
     "Qwen3NextForCausalLM": HERMES,  # those that think are Qwen3's
     "Qwen3VLForConditionalGeneration": HERMES,
     "Qwen3VLMoeForConditionalGeneration": HERMES,
-    "Qwen3VLMoeForConditionalGeneration": HERMES,
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5ForConditionalGeneration": QWEN35,
     "Qwen3_5MoeForCausalLM": QWEN35,
