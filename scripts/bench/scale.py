@@ -127,7 +127,7 @@ class ManyRanks:
     def __init__(self, num_ranks: int, rounds: int, listen_s: float, folder: Path) -> None:
         self.row: dict[str, float] = {"ranks": num_ranks}
         self._num_ranks, self._rounds, self._listen_s, self._folder = num_ranks, rounds, listen_s, folder
-        self._begun = 0.0
+        self._begun, self._earlier = 0.0, set(psutil.Process().children(recursive=True))
 
     def attempt(self, repairs: Repairs) -> None:
         """Start the ranks and call them; the first time until one has died."""
@@ -150,8 +150,8 @@ class ManyRanks:
     def note_end(self) -> None:
         """Note how long the end took, after which nothing may be left."""
         self.row["end_s"] = time.perf_counter() - self._begun
-        if left := psutil.Process().children(recursive=True):
-            raise RuntimeError(f"{len(left)} processes are left")
+        if left := set(psutil.Process().children(recursive=True)) - self._earlier:
+            raise RuntimeError(f"{len(left)} processes are left: {', '.join(map(str, left))}")
 
     def _measure(self, pool: ProcessPool) -> None:
         row, host = self.row, pool.host(SmallHost)
