@@ -21,7 +21,6 @@ from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import (
     VOCAB_PADDING,
-    image_form,
     mtp_constants_of,
     mtp_specs,
     placed_settings,
@@ -84,7 +83,7 @@ class Rollout(Role):
                 self.weights = received_weights(transfer, spec, rank, source, grid)
                 self._constants |= self.weights.fill_constants(self._constants)
             of_model, mtp = parted(self.weights.tensors, source, rank)
-            placeholders = unsampled_ids(source, rank.config)
+            placeholders = rank.unsampled
             self.generator = RolloutEngine(
                 model_path=spec.model_path,
                 architecture=source.hf_config.architectures[0],
@@ -260,12 +259,6 @@ def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple
     rest = {name: tensor for name, tensor in tensors.items() if name not in own}
     own |= {engine_name(each): read[each.name] for each in constants}
     return rest, MTPModel(form.architecture, own, form.head.format(layer=model.shape.num_layers))
-
-
-def unsampled_ids(source: ModelSource, config: RunConfig) -> tuple[int, ...]:
-    """The ids that stand for images and videos, which no policy may sample; () in a run on text alone."""
-    form = image_form(source.folder.settings)
-    return () if form is None or config.data.image_key is None else form.unsampled
 
 
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:
