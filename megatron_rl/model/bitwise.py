@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_rl.model.attention import CausalAttention, attend
 from megatron_rl.model.block_attention import AttentionKind
 from megatron_rl.model.decoder import Chunk
+from megatron_rl.model.eight_bits import SameGradient
 from megatron_rl.model.experts import StackedExperts
 from megatron_rl.model.mlp import SiluGate
 
@@ -103,18 +104,6 @@ def added(
     for start, (down, up) in zip(starts, pairs, strict=True):
         out[..., start : start + len(up)] += scale * linear(linear(x, down), up)
     return out
-
-
-class SameGradient(torch.autograd.Function):
-    """`exact`, with the gradient of `usual`, which it replaces."""
-
-    @staticmethod
-    def forward(ctx: Any, usual: Tensor, exact: Tensor) -> Tensor:
-        return exact.view_as(exact)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def replaced(usual: Tensor, exact: Callable[[], Tensor]) -> Tensor:

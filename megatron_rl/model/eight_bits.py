@@ -50,12 +50,12 @@ def rounded(x: Tensor, dtype: torch.dtype, tile: tuple[int, int] | None) -> Tens
     return whole[:num_rows, :num_columns].contiguous().view(x.shape).to(x.dtype)
 
 
-class RoundedFactor(torch.autograd.Function):
-    """A factor of a product in the place of `x`, whose gradient it hands on: rounding has no slope."""
+class SameGradient(torch.autograd.Function):
+    """Another value in the place of `x`, whose gradient it hands on, such as x rounded: rounding has no slope."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        return factor.view_as(factor)
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -63,7 +63,7 @@ class RoundedFactor(torch.autograd.Function):
 
 
 class FusedFactor(torch.autograd.Function):
-    """`RoundedFactor` of a weight to whose `main_grad` Megatron's linear adds the gradient; only the weight's own mark
+    """`SameGradient` of a weight to whose `main_grad` Megatron's linear adds the gradient; only the weight's own mark
     keeps DDP from adding it again."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class Rounding(NamedTuple):
 
     def input(self, x: Tensor) -> Tensor:
         """Return x [..., in] in the place of x, rounded."""
-        result: Tensor = RoundedFactor.apply(x, rounded(x.detach(), E4M3, self.tile))
+        result: Tensor = SameGradient.apply(x, rounded(x.detach(), E4M3, self.tile))
         return result
 
     def output(self, out: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class EightBitProduct(KeptWeight):
         if tokens % multiple:
             raise ValueError(f"{recipe} products take a multiple of {multiple} tokens, and a pass has {tokens}")
         is_fused = options.get("gradient_accumulation_fusion", False) and hasattr(weight, "main_grad")
-        factor = (FusedFactor if is_fused else RoundedFactor).apply(weight, self.kept(weight))
+        factor = (FusedFactor if is_fused else SameGradient).apply(weight, self.kept(weight))
         if is_fused:
             vars(factor).update(main_grad=vars(weight)["main_grad"], grad_added_to_main_grad=False)
         return self.rounding.output(self.product(input=self.rounding.input(input), weight=factor, **options))
@@ -170,7 +170,7 @@ class EightBitStack(KeptWeight):
         return [partial(self._product, matrix, kept) for matrix, kept in pairs]
 
     def _product(self, matrix: Tensor, kept: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = self.rounding.output(F.linear(self.rounding.input(x), RoundedFactor.apply(matrix, kept)))
+        out = self.rounding.output(F.linear(self.rounding.input(x), SameGradient.apply(matrix, kept)))
         return out if bias is None else out + bias
 
 

@@ -13,9 +13,9 @@ from megatron_rl.model.eight_bits import (
     E5M2,
     EightBitProduct,
     EightBitStack,
-    RoundedFactor,
     RoundedGradient,
     Rounding,
+    SameGradient,
     rounded,
 )
 from megatron_rl.model.families import is_emulated
@@ -67,7 +67,7 @@ def test_a_tile_of_a_weight_has_rows_and_columns() -> None:
 def test_rounding_hands_gradients_on() -> None:
     """A factor's gradient is that of the product; what comes back through a product is rounded once."""
     x = torch.tensor([[1.0, 17.3]], requires_grad=True)
-    out = RoundedGradient.apply(RoundedFactor.apply(x, rounded(x.detach(), E4M3, None)), E5M2, None)
+    out = RoundedGradient.apply(SameGradient.apply(x, rounded(x.detach(), E4M3, None)), E5M2, None)
     assert out.tolist() == rounded(x.detach(), E4M3, None).tolist()
     out.backward(torch.tensor([[57344.0, 0.8]]))
     assert x.grad is not None and x.grad.tolist() == [[57344.0, 0.75]]
