@@ -71,7 +71,7 @@ Answers = list[tuple[int, bytes | ProcessDied]]
 
 
 class OpenCalls:
-    """The parts of calls that the driver has not been told of, by call."""
+    """Open parts of calls, whose replies the driver does not have yet, by call."""
 
     def __init__(self) -> None:
         self._missing: dict[int, dict[asyncio.Task[bytes], int]] = {}
