@@ -1,4 +1,4 @@
-"""Make the pages of docs/reference that list what the package declares, and README's table of models.
+"""Make the pages of docs/reference that list what the package declares, and tables of three other pages.
 
     python scripts/reference_pages.py [--check]
 
@@ -22,6 +22,7 @@ from megatron_rl.columns import COLUMNS
 from megatron_rl.config.key_table import DocumentedKey, key_table
 from megatron_rl.config.presets import PRESETS, PresetRow
 from megatron_rl.config.verl_compat.key_rows import KeyRow, table
+from megatron_rl.data.row_problems import KINDS
 from megatron_rl.errors import shown
 from megatron_rl.observe.metric_names import GROUPS
 from megatron_rl.planning.family_table import CHAT_COLUMNS, family_rows, refused_rows
@@ -32,6 +33,7 @@ from megatron_rl.planning.feature_table import conditions, partners, proof
 README = Path(__file__).parents[1] / "README.md"
 FOLDER = README.parent / "docs/reference"
 AUDIT = README.parent / "docs/internals/gpu_audit.md"
+DATA = README.parent / "docs/train/data.md"
 SUPPORTED = "supported models"
 PUBLISHED = {
     "DeepseekV2": "DeepSeek-V2",
@@ -283,6 +285,12 @@ def audit(text: str) -> str:
     return with_tables(text, {"presets": preset_table()}, Path(__file__).name)
 
 
+def data(text: str) -> str:
+    """Return the text of the page on data with its table of bad rows."""
+    rows = ((code(kind), rule, remedy) for kind, (rule, remedy) in KINDS.items())
+    return with_tables(text, {"bad rows": table_of(("kind", "rule", "what to do"), rows)}, Path(__file__).name)
+
+
 def readme(text: str) -> str:
     """Return README's text with its table of supported models."""
     return with_tables(text, {SUPPORTED: supported_table()}, Path(__file__).name)
@@ -290,7 +298,7 @@ def readme(text: str) -> str:
 
 def main() -> None:
     """Write the pages, or with --check exit with the names of those that are not current."""
-    texts = {file: (file.read_text(), put) for file, put in ((README, readme), (AUDIT, audit))}
+    texts = {file: (file.read_text(), put) for file, put in ((README, readme), (AUDIT, audit), (DATA, data))}
     if "--check" in sys.argv[1:]:
         if stale := stale_pages() + [file.name for file, (text, put) in texts.items() if put(text) != text]:
             sys.exit(f"not current: {', '.join(stale)}; run python scripts/reference_pages.py")

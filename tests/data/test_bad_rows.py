@@ -163,12 +163,6 @@ def test_tokens_that_the_model_lacks_are_named(tmp_path):
     assert len(read_examples([str(path)], byte_level(), ReadingOptions(vocab_size=1000))[0]) == 1
 
 
-def test_the_documentation_has_every_kind():
-    """Each in its table. Would not catch a description that is wrong."""
-    page = (Path(__file__).parents[2] / "docs/train/data.md").read_text()
-    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
-
-
 def test_nothing_left_that_counts(tmp_path):
     """A prompt that fills all of `max_length` when the end is cut off. Would not catch an answer cut in half."""
     bad = {"prompt": "zq" * 100, "response": "that"}

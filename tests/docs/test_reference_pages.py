@@ -16,6 +16,7 @@ def test_made_pages_are_current(tmp_path):
     assert not stale_pages()
     assert reference_pages.readme(reference_pages.README.read_text()) == reference_pages.README.read_text()
     assert reference_pages.audit(reference_pages.AUDIT.read_text()) == reference_pages.AUDIT.read_text()
+    assert reference_pages.data(reference_pages.DATA.read_text()) == reference_pages.DATA.read_text()
     assert stale_pages(tmp_path) == [*reference_pages.PAGES]
 
 
