@@ -288,7 +288,7 @@ def audit(text: str) -> str:
 def data(text: str) -> str:
     """Return the text of the page on data with its table of bad rows."""
     rows = ((code(kind), rule, remedy) for kind, (rule, remedy) in KINDS.items())
-    return with_tables(text, {"bad rows": table_of(("kind", "rule", "what to do"), rows)}, Path(__file__).name)
+    return with_tables(text, {"bad rows": table_of(("kind", "must hold", "what to do"), rows)}, Path(__file__).name)
 
 
 def readme(text: str) -> str:

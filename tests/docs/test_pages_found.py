@@ -10,7 +10,7 @@ from reference_pages import MADE
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-MOST_WORDS = 45_000
+MOST_WORDS = 46_500
 README_WORDS = 1_100
 MADE_PART = re.compile(r"<!-- (begin of|table by) .*?<!-- end of [^\n]*-->", re.S)
 """A part of a page that a script makes."""
