@@ -15,6 +15,9 @@ from typing import NamedTuple
 DIGEST_SIZE = 16
 """Bytes of an image's digest."""
 
+NUMBERS_OF_PIECE = 7
+"""Integers of a piece in `numbers_of_pieces`."""
+
 Grid = tuple[int, int, int]
 """Patches of an image before merging: frames, rows and columns."""
 
@@ -59,6 +62,11 @@ def digest_of_image(patches: bytes | memoryview, grid: Grid) -> str:
     digest = hashlib.blake2b(patches, digest_size=DIGEST_SIZE)
     digest.update(repr(tuple(grid)).encode())
     return digest.hexdigest()
+
+
+def key_of(content: bytes) -> str:
+    """Return the key of an encoded image, by which messages name it."""
+    return f"image-{hashlib.blake2b(content, digest_size=DIGEST_SIZE).hexdigest()}"
 
 
 def digest_of_numbers(low: int, high: int) -> str:
@@ -121,6 +129,27 @@ def pieces_between(pieces: Sequence[ImagePiece], start: int, stop: int) -> Piece
             raise ValueError(f"a cut from token {start} to {stop} parts an image, tokens {piece.first} to {piece.stop}")
         kept.append(piece._replace(first=piece.first - start))
     return tuple(kept)
+
+
+def moved(pieces: Sequence[ImagePiece], places: int) -> Pieces:
+    """Return pieces that many places later in their row."""
+    return tuple(piece._replace(first=piece.first + places) for piece in pieces)
+
+
+def numbers_of_pieces(pieces: Sequence[ImagePiece]) -> tuple[int, ...]:
+    """Return seven integers for each piece, `ImagePiece.numbers` and its grid, end to end."""
+    return tuple(number for piece in pieces for number in (*piece.numbers, *piece.grid))
+
+
+def pieces_of_numbers(numbers: Sequence[int]) -> Pieces:
+    """Return the pieces of `numbers_of_pieces`. Raises ValueError for other numbers."""
+    if len(numbers) % NUMBERS_OF_PIECE:
+        raise ValueError(f"{len(numbers)} numbers are not {NUMBERS_OF_PIECE} for each image")
+    rows = (numbers[first : first + NUMBERS_OF_PIECE] for first in range(0, len(numbers), NUMBERS_OF_PIECE))
+    return tuple(
+        ImagePiece(first, digest_of_numbers(low, high), (frames, lines, columns), num_tokens)
+        for first, num_tokens, low, high, frames, lines, columns in rows
+    )
 
 
 def parts_an_image(pieces: Sequence[ImagePiece], place: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 
 from megatron_rl.columns import COLUMNS, PROMPT_COLUMNS
+from megatron_rl.images import pieces_between
 from megatron_rl.remote_columns import ColumnPiece, RemoteColumn
 
 Stored = torch.Tensor | RemoteColumn
@@ -377,6 +378,9 @@ def prompts_of(rows: Batch) -> Batch:
         lengths, num_read = row_lengths(rows["input_ids"]), first_true(rows["sampled"])
         is_read = places_in_rows(lengths) < num_read.repeat_interleave(lengths)
         prompts.add(input_ids=ragged_from_lengths(rows.flat("input_ids")[is_read], num_read))
+        if "images" in rows:
+            shown = zip(rows.objects("images"), num_read.tolist(), strict=True)
+            prompts.add(images=[pieces_between(pieces, 0, stop) for pieces, stop in shown])
     return prompts
 
 

@@ -15,6 +15,7 @@ from megatron_rl.agents.chat_request import ChatRequest
 from megatron_rl.agents.endpoint import LARGEST_BODY, Endpoint, Session, largest_body
 from megatron_rl.agents.environment_host import EnvironmentHost
 from megatron_rl.agents.environment_source import EnvironmentSource
+from megatron_rl.agents.image_parts import EpisodeImages, as_url
 from megatron_rl.agents.observation import EpisodeError, InitialConversation, Observation, TaskRow, TextLimit, Turn
 from megatron_rl.config.user_functions import load_function
 
@@ -25,8 +26,9 @@ WHOLE_TEXTS = TextLimit(1 << 62)
 class AgentEnvironment:
     """Plays one episode with one agent, which is started for it."""
 
-    def __init__(self, start: Start, endpoint: Endpoint, timeout_s: float) -> None:
-        """timeout_s: between two requests of the agent."""
+    def __init__(self, start: Start, endpoint: Endpoint, timeout_s: float, reads_images: bool = False) -> None:
+        """timeout_s: between two requests of the agent. reads_images: its requests may show some."""
+        self.episode_images = EpisodeImages() if reads_images else None
         self._start, self._endpoint, self._timeout_s = start, endpoint, timeout_s
         self._session: Session | None = None
         self._agent: AgentProgram | None = None
@@ -34,8 +36,8 @@ class AgentEnvironment:
 
     async def reset(self, row: TaskRow) -> None:
         """Start the agent at the task of a row."""
-        self._session = await self._endpoint.open()
-        self._agent = self._start(row, self._session)
+        self._session = await self._endpoint.open(self.episode_images)
+        self._agent = self._start(task_of(row), self._session)
 
     async def opening(self) -> InitialConversation:
         """Return the conversation of its first request."""
@@ -90,10 +92,37 @@ class AgentEnvironment:
                     task.exception()  # reading it keeps asyncio from printing a warning
 
 
+def task_of(row: TaskRow) -> TaskRow:
+    """Return the task of an agent: a row, with its images in the prompt's messages as an agent sends them.
+
+    Raises EpisodeError where the images are not those of the messages.
+    """
+    if "images" not in row:
+        return row
+    images = iter(row["images"])
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        is_image = part.get("type") == "image"
+        return {"type": "image_url", "image_url": {"url": as_url(next(images))}} if is_image else part
+
+    prompt = row["prompt"]
+    try:
+        if not isinstance(prompt, str):
+            prompt = [
+                message | {"content": list(map(sent, message["content"]))}
+                if isinstance(message["content"], list)
+                else message
+                for message in prompt
+            ]
+    except (StopIteration, RuntimeError):
+        raise EpisodeError("no_answer", "images of the prompt were cut (data.max_prompt_length)") from None
+    return {name: value for name, value in row.items() if name != "images"} | {"prompt": prompt}
+
+
 @dataclass(frozen=True)
 class AgentSource(EnvironmentSource):
     """Agents: the function `name` of the file `path`, or a command. key: of the path. timeout_s: between requests.
-    num_tokens: that a conversation may have.
+    num_tokens: that a conversation may have. reads_images: requests may show some.
     """
 
     path: str | None
@@ -102,17 +131,19 @@ class AgentSource(EnvironmentSource):
     command: tuple[str, ...]
     timeout_s: float
     num_tokens: int = LARGEST_BODY
+    reads_images: bool = False
 
     noun = "the agent"
 
     def host(self) -> EnvironmentHost:
-        start, endpoint = self._start(), Endpoint(largest_body(self.num_tokens))
+        start, endpoint = self._start(), Endpoint(largest_body(self.num_tokens, self.reads_images))
         return EnvironmentHost(
-            lambda: AgentEnvironment(start, endpoint, self.timeout_s),
+            lambda: AgentEnvironment(start, endpoint, self.timeout_s, self.reads_images),
             is_async=True,
             limit=WHOLE_TEXTS,
             opens=True,
             close=endpoint.stop,
+            reads_images=self.reads_images,
         )
 
     def _start(self) -> Start:

@@ -19,6 +19,7 @@ from megatron_rl.agents.chat_request import (
     object_with_messages,
     one_text,
 )
+from megatron_rl.agents.image_parts import Images, content_of
 from megatron_rl.agents.observation import Message, ToolCall, Turn
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -32,8 +33,10 @@ class AnthropicMessages:
 
     path = "/v1/messages"
 
-    def read(self, body: Any) -> ChatRequest:
-        """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
+    def read(self, body: Any, images: Images | None = None) -> ChatRequest:
+        """Read a request. images: gets those that it shows; None: it may show none. Raises ValueError, with the rule,
+        for one that cannot be answered.
+        """
         body = object_with_messages(body, ONLY)
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
@@ -42,7 +45,7 @@ class AnthropicMessages:
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         calls: list[dict[str, str]] = [{} for _ in messages]
         for place, message in enumerate(body["messages"]):
-            own = _messages(place, message)
+            own = _messages(place, message, images)
             messages += own
             calls += [_call_names(message), *({} for _ in own[1:])]
         known = known_tools([*map(_schema, tools)])
@@ -106,29 +109,29 @@ def _schema(tool: Mapping[str, Any]) -> Content:
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 
-def _messages(place: int, sent: Any) -> list[Message]:
+def _messages(place: int, sent: Any, images: Images | None) -> list[Message]:
     """One message as messages of chat templates: results of tools have their own. Raises ValueError for others."""
     role = sent.get("role") if isinstance(sent, Mapping) else None
     if role not in ("user", "assistant"):
         raise ValueError(f"messages[{place}] must have the role user or assistant; it is {sent!r:.80}")
     name, content = f"messages[{place}].content", sent.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts, thoughts, calls, results = [], [], [], []
+    said, thoughts, calls, results = [], [], [], []
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
             calls.append(ToolCall(str(block.get("name")), block["input"]))
         elif kind == "tool_result" and role == "user":
-            result = one_text(name, block.get("content"))
+            result = content_of(name, block.get("content"), images)
             results.append({"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id"))})
         elif kind == "thinking" and role == "assistant":
             thoughts.append(one_text(name, block.get("thinking")))
         else:
-            texts.append(one_text(name, [block]))
-    text = "".join(texts)
+            said.append(block)
     if role == "assistant":
-        return [Turn(text, tuple(calls), reasoning_content="".join(thoughts)).as_message()]
-    return [*results, *([{"role": "user", "content": text}] if text or not results else [])]
+        return [Turn(one_text(name, said), tuple(calls), reasoning_content="".join(thoughts)).as_message()]
+    content = content_of(name, said, images)
+    return [*results, *([{"role": "user", "content": content}] if content or not results else [])]
 
 
 def _call_names(sent: Mapping[str, Any]) -> dict[str, str]:

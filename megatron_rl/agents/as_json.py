@@ -24,6 +24,29 @@ Played = tuple[Turn, Observation]
 """A turn with its response."""
 
 
+@dataclass(frozen=True)
+class WithImages:
+    """A response with images that its messages show, which were not sent before. images: key -> image in base64."""
+
+    answer: Answer
+    images: dict[str, str]
+
+
+def as_json(answer: Answer | WithImages) -> Any:
+    """Return a response as JSON values."""
+    return asdict(answer)
+
+
+def from_json(content: Any) -> Answer | WithImages:
+    """Return the response of `as_json`. Raises ValueError for anything else."""
+    if not (isinstance(content, dict) and content.keys() == {"answer", "images"}):
+        return answer_from_json(content)
+    images = content["images"]
+    if not isinstance(images, dict) or not all(isinstance(image, str) for image in images.values()):
+        raise ValueError("images of a response must be texts by key")
+    return WithImages(answer_from_json(content["answer"]), images)
+
+
 def turn_from_json(content: dict[str, Any]) -> Turn:
     """Return the turn of `dataclasses.asdict`."""
     later = {name: content[name] for name in ("num_tokens", "num_context", "reasoning_content") if name in content}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_rl.agents.image_parts import Images, content_of
 from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Message, Turn
 
 Content = dict[str, Any]
@@ -44,8 +45,10 @@ class ChatProtocol(Protocol):
 
     path: str
 
-    def read(self, body: Any) -> ChatRequest:
-        """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
+    def read(self, body: Any, images: Images | None = None) -> ChatRequest:
+        """Read a request. images: gets those that it shows; None: it may show none. Raises ValueError, with the rule,
+        for one that cannot be answered.
+        """
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as the body of a reply. number: of the reply in its session."""
@@ -96,14 +99,9 @@ def one_text(name: str, content: Any) -> str:
     """Return a content as one text: a text, nothing, or parts of text. name: of the field, for the ValueError that
     others raise.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    if len(known) < len(texts):
-        raise ValueError(f"{name} must be text; it is {content!r:.80}")
-    return "".join(known)
+    text = content_of(name, content, None)
+    assert isinstance(text, str)  # without images it is one
+    return text
 
 
 def named_results(messages: Iterable[Message], calls: Iterable[Mapping[str, str]]) -> tuple[Message, ...]:

@@ -50,12 +50,17 @@ class ClassTool:
     def opened(self, row: TaskRow) -> EpisodeTool:
         """Return it for the episode of a row."""
         name = self.schema["function"]["name"]
-        given = (row.get("extra_info") or {}).get("tools_kwargs") or {}
-        return EpisodeTool(self._tool, f"{name}-{next(self._ids)}", given.get(name) or {}, self.schema)
+        given = ((row.get("extra_info") or {}).get("tools_kwargs") or {}).get(name) or {}
+        if "images" in row and _takes(self._tool.create, "images"):
+            given = {**given, "create_kwargs": {"images": row["images"], **(given.get("create_kwargs") or {})}}
+        return EpisodeTool(self._tool, f"{name}-{next(self._ids)}", given, self.schema)
 
 
 class EpisodeTool:
-    """A tool in one episode: called with the arguments of a call, it returns (text, reward, numbers to log)."""
+    """A tool in one episode: called with the arguments of a call, it returns (text, reward, numbers to log).
+
+    In place of the text are parts, where its response has images.
+    """
 
     def __init__(self, tool: Any, instance: str, given: Mapping[str, Any], schema: dict[str, Any]) -> None:
         self._tool, self._instance, self._given = tool, instance, given
@@ -72,7 +77,7 @@ class EpisodeTool:
             if name not in self._names:
                 raise TypeError(f"got an unexpected keyword argument {name!r}")
 
-    async def __call__(self, /, **arguments: Any) -> tuple[str, float, dict[str, Any]]:
+    async def __call__(self, /, **arguments: Any) -> tuple[str | list[Any], float, dict[str, Any]]:
         """Execute a call; the first one of an episode creates what it needs, and others of its turn wait for that."""
         async with self._creating:
             if not self._is_created:
@@ -81,7 +86,10 @@ class EpisodeTool:
         answer = await settled(execute(self._instance, arguments, **(self._given.get("execute_kwargs") or {})))
         response, reward, numbers = answer if isinstance(answer, tuple) else (answer, 0.0, {})
         text = getattr(response, "text", response)
-        return "" if text is None else str(text), float(reward or 0.0), dict(numbers or {})
+        said: str | list[Any] = "" if text is None else str(text)
+        if images := getattr(response, "image", None):
+            said = [{"type": "image", "image": image} for image in images] + [{"type": "text", "text": said}]
+        return said, float(reward or 0.0), dict(numbers or {})
 
     async def _create(self) -> None:
         made, create = self._given.get("create_kwargs") or {}, self._tool.create

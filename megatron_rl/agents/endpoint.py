@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest
+from megatron_rl.agents.image_parts import EpisodeImages, Images
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
 from megatron_rl.plain_values import describe_error, finite_number, strict_json
@@ -46,9 +47,11 @@ def _is_own(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], BROKEN))
 
 
-def largest_body(num_tokens: int) -> int:
-    """Return how many bytes a request may have whose conversation may have some tokens."""
-    return min(LARGEST_BODY, FIXED_BYTES + BYTES_PER_TOKEN * num_tokens)
+def largest_body(num_tokens: int, reads_images: bool = False) -> int:
+    """Return how many bytes a request may have whose conversation may have some tokens. reads_images: it may have
+    images, whose bytes do not depend on their tokens.
+    """
+    return LARGEST_BODY if reads_images else min(LARGEST_BODY, FIXED_BYTES + BYTES_PER_TOKEN * num_tokens)
 
 
 @dataclass
@@ -63,13 +66,15 @@ class _Open:
 @dataclass
 class Session:
     """The conversation of one agent. base_url, api_key: what its client needs. reward: what it has earned since the
-    last look. num_refused: requests that could not be answered.
+    last look. num_refused: requests that could not be answered. images: those of its requests; None: the run reads
+    text alone.
     """
 
     base_url: str
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     reward: float = 0.0
     num_refused: int = 0
+    images: EpisodeImages | None = None
     _requests: asyncio.Queue[_Open] = field(default_factory=asyncio.Queue)
     _known: list[_Open] = field(default_factory=list)
     _last: _Open | None = None
@@ -115,11 +120,11 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self.num_unauthorized = 0
 
-    async def open(self) -> Session:
-        """Open a session; the first one begins to listen."""
+    async def open(self, images: EpisodeImages | None = None) -> Session:
+        """Open a session; the first one begins to listen. images: gets those of its requests."""
         if self._listening is None:
             self._listening = asyncio.ensure_future(self._listen())
-        session = Session(await self._listening)
+        session = Session(await self._listening, images=images)
         self._sessions[session.api_key] = session
         return session
 
@@ -161,7 +166,10 @@ class Endpoint:
     async def _chat(self, protocol: ChatProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request, protocol)
         try:
-            asked = protocol.read(await self._body(request))
+            images: Images | None = None if session.images is None else {}
+            asked = protocol.read(await self._body(request), images)
+            if session.images is not None and images:
+                session.images.add(images)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             number, turn = await session.ask(asked, is_retry)
         except ValueError as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_rl.agents.as_json import Answer, Played, plain_answer
+from megatron_rl.agents.as_json import Answer, Played, WithImages, plain_answer
+from megatron_rl.agents.image_parts import EpisodeImages, Images
 from megatron_rl.agents.observation import (
     Environment,
     EpisodeError,
@@ -27,6 +28,8 @@ from megatron_rl.agents.observation import (
 )
 from megatron_rl.plain_values import describe_error
 from megatron_rl.user_code.user_calls import is_ending
+
+Shown = TypeVar("Shown", Observation, InitialConversation)
 
 NOT_HERE = EpisodeFailure("not_here", "")
 """The reply to a short job where the environment is not that of the episode, or has not come so far."""
@@ -58,6 +61,7 @@ class TurnJob:
 @dataclass
 class _Kept:
     environment: Environment
+    images: EpisodeImages
     before: list[Played] = field(default_factory=list)
 
 
@@ -80,10 +84,12 @@ class EnvironmentHost:
         limit: TextLimit,
         opens: bool = False,
         close: Callable[[], Awaitable[None]] | None = None,
+        reads_images: bool = False,
     ) -> None:
         """make: returns a fresh environment. is_async: some of its methods are. limit: of messages. close: ends what
-        all of them share.
+        all of them share. reads_images: their messages may show images.
         """
+        self._reads_images = reads_images
         self._make, self._is_async, self._limit, self.opens, self._close = make, is_async, limit, opens, close
         self._kept: dict[int, _Kept] = {}
         self.passing: tuple[type[BaseException], ...] = ()
@@ -100,7 +106,7 @@ class EnvironmentHost:
         if self._close is not None:
             await self._close()
 
-    async def _answer(self, job: TurnJob) -> Answer:
+    async def _answer(self, job: TurnJob) -> Answer | WithImages:
         try:
             answer = await self._play(job)
         except EpisodeError as error:
@@ -111,7 +117,9 @@ class EnvironmentHost:
             answer = EpisodeFailure("raised", f"the environment raised {describe_error(error)}")
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             await self._forget(job.episode)
-        return answer
+        kept = self._kept.get(job.episode)
+        shown = {} if kept is None else kept.images.take()
+        return WithImages(answer, shown) if shown else answer
 
     async def _forget(self, episode: int) -> None:
         """An environment has a method `close` if it must let something go."""
@@ -134,11 +142,11 @@ class EnvironmentHost:
                 return _differs("began with", opening, job.opening)
             needed = () if getattr(kept.environment, "keeps_nothing", False) else job.before
             for number, (turn, answer) in enumerate(needed):
-                again = await self._step(kept.environment, turn)
+                again = await self._step(kept, turn)
                 if again != answer:
                     return _differs(f"replied to turn {number + 1} with", again, answer)
             kept.before = list(job.before)
-        last = await self._step(kept.environment, job.turn)
+        last = await self._step(kept, job.turn)
         if isinstance(last, Observation):
             kept.before.append((job.turn, last))
         return last
@@ -146,26 +154,35 @@ class EnvironmentHost:
     async def _begun(self, job: TurnJob) -> tuple[_Kept, InitialConversation | None]:
         """A fresh environment, prepared for its task, and how its episode begins."""
         await self._forget(job.episode)
-        kept = self._kept[job.episode] = _Kept(self._make())
-        environment: Any = kept.environment
+        environment: Any = self._make()
+        # An agent's endpoint keeps the images of its requests.
+        kept = _Kept(environment, getattr(environment, "episode_images", None) or EpisodeImages())
+        self._kept[job.episode] = kept
         await settled(environment.reset(job.row))
         if not self.opens:
             return kept, None
         said: Any = await settled(environment.opening())
         try:
-            opening = plain_answer(opening_of(said))
+            opening = plain_answer(self._kept_images(kept, lambda images: opening_of(said, images)))
         except ValueError as error:
             raise EpisodeError("no_answer", str(error)) from None
         if not isinstance(opening, InitialConversation):
             raise EpisodeError("no_answer", getattr(opening, "reason", ""))
         return kept, opening
 
-    async def _step(self, environment: Environment, turn: Turn) -> Answer:
-        value: Any = await settled(environment.step(turn))
+    async def _step(self, kept: _Kept, turn: Turn) -> Answer:
+        value: Any = await settled(kept.environment.step(turn))
         try:
-            return plain_answer(observation_of(value, self._limit))
+            return plain_answer(self._kept_images(kept, lambda images: observation_of(value, self._limit, images)))
         except ValueError as error:
             return EpisodeFailure("no_answer", str(error))
+
+    def _kept_images(self, kept: _Kept, read: Callable[[Images | None], Shown]) -> Shown:
+        """Return the result of `read`, and keep the images that it shows."""
+        images: Images | None = {} if self._reads_images else None
+        answer = read(images)
+        kept.images.add(images or {})
+        return answer
 
 
 def _differs(what: str, again: object, before: object) -> EpisodeFailure:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from megatron_rl.agents.as_json import Answer, answer_from_json
+from megatron_rl.agents.as_json import Answer, WithImages, as_json, from_json
 from megatron_rl.agents.environment_host import NOT_HERE, EnvironmentHost, Forget, TurnJob
 from megatron_rl.agents.observation import EpisodeFailure, TextLimit
 from megatron_rl.cluster.child_processes import adopting_orphans
@@ -37,13 +37,13 @@ class EnvironmentSource:
         """Return a host of environments. Raises ConfigError where the user's code cannot be loaded."""
         raise NotImplementedError
 
-    def written(self, answer: Answer) -> Any:
+    def written(self, answer: Answer | WithImages) -> Any:
         """Return a reply as JSON values."""
-        return asdict(answer)
+        return as_json(answer)
 
-    def read(self, content: Any) -> Answer:
+    def read(self, content: Any) -> Answer | WithImages:
         """Return the reply of `written`. Raises ValueError for anything else."""
-        return NOT_HERE if content == asdict(NOT_HERE) else answer_from_json(content)
+        return NOT_HERE if content == asdict(NOT_HERE) else from_json(content)
 
     def failed(self, kind: str, reason: str) -> EpisodeFailure:
         """Return the reply of an episode whose process has failed."""
@@ -53,7 +53,7 @@ class EnvironmentSource:
 @dataclass(frozen=True)
 class ClassSource(EnvironmentSource):
     """The class `name` in the file `path`; kwargs: of its constructor. key: of the path in the configuration. limit: of
-    messages.
+    messages. reads_images: observations may show some.
     """
 
     path: str
@@ -61,13 +61,14 @@ class ClassSource(EnvironmentSource):
     key: str
     kwargs: dict[str, Any]
     limit: TextLimit
+    reads_images: bool = False
 
     def host(self) -> EnvironmentHost:
         kind: Any = load_class(self.path, self.key, self.name, METHODS)
         methods = {name: getattr(kind, name, None) for name in (*METHODS, "opening", "close")}
         is_async = any(map(inspect.iscoroutinefunction, methods.values()))
         opens = methods["opening"] is not None
-        return EnvironmentHost(lambda: kind(**self.kwargs), is_async, self.limit, opens)
+        return EnvironmentHost(lambda: kind(**self.kwargs), is_async, self.limit, opens, reads_images=self.reads_images)
 
 
 class EnvironmentsHere:
@@ -76,7 +77,7 @@ class EnvironmentsHere:
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
         host.passing = USERS
-        self._answers: list[tuple[int, Answer]] = []
+        self._answers: list[tuple[int, Answer | WithImages]] = []
         self._loop, self._adopting = asyncio.new_event_loop(), ExitStack()
 
     def __enter__(self) -> Self:
@@ -98,7 +99,7 @@ class EnvironmentsHere:
         """Play a turn."""
         self._answers.append((number, self._done(self._host.do(job))))
 
-    def take(self, waits: bool) -> list[tuple[int, Answer]]:
+    def take(self, waits: bool) -> list[tuple[int, Answer | WithImages]]:
         """Return the replies that exist, by the numbers of `play`."""
         answers, self._answers = self._answers, []
         return answers
@@ -127,7 +128,7 @@ class EnvironmentProcesses(WorkProcesses):
         self._turns[number] = job
         self.submit([job_of(number, job.short(), job.episode)])
 
-    def take(self, waits: bool) -> list[tuple[int, Answer]]:
+    def take(self, waits: bool) -> list[tuple[int, Answer | WithImages]]:
         while taken := super().take(waits):
             lost = {number: self._turns[number] for number, answer in taken if answer == NOT_HERE}
             self.submit([job_of(number, job, job.episode) for number, job in lost.items()])

@@ -22,7 +22,7 @@ from megatron_rl.agents.observation import (
     Turn,
     messages_of_prompt,
 )
-from megatron_rl.images import Pieces
+from megatron_rl.images import Pieces, moved, pieces_between
 from megatron_rl.records import Batch, Sampling, ragged, ragged_of_pieces
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
@@ -38,21 +38,25 @@ class Reply:
     """The answer to a turn, or how an episode begins: then there is no turn, and token_ids are its prompt.
 
     token_ids: what the policy reads before its next turn. is_anew: with them a conversation begins, and the policy does
-    not read what came before.
+    not read what came before. images: those of token_ids.
     """
 
     turn: Turn | None
     answer: Answer
     token_ids: tuple[int, ...] = ()
     is_anew: bool = False
+    images: Pieces = ()
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """max_turns: of the policy in an episode. max_retries: how often an episode that fails is generated again."""
+    """max_turns: of the policy in an episode. max_retries: how often an episode that fails is generated again.
+    max_images: that the policy may read together; None: any number.
+    """
 
     max_turns: int
     max_retries: int = 0
+    max_images: int | None = None
 
 
 @dataclass
@@ -66,7 +70,8 @@ class Episode:
     that the engine has read, from the first one on, if they were asked for. A token keeps those that it had when the
     engine read it first and sampled what follows: to read it again, elsewhere or under newer weights, changes nothing.
     opening: how its environment began it; None: it begins with the dataset's prompt. group: requests whose responses
-    are compared with this one, itself among them; (): unknown. images: those of its prompt; None: the run reads text.
+    are compared with this one, itself among them; (): unknown. images: those of its prompt and of token_ids; None: the
+    run reads text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -169,6 +174,7 @@ class Episode:
         self.opening = reply.answer
         if isinstance(reply.answer, InitialConversation):
             self.prompt_ids = reply.token_ids
+            self.images = reply.images if self.images is not None else None
 
     def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
         """Add the tokens that a slice sampled with the weights of `version`. has_turns: a turn that ends has a
@@ -204,11 +210,13 @@ class Episode:
         self.played.append((reply.turn, reply.answer))
         if reply.answer.is_done:
             self.finish = FINISHED_BY_STOP
-        elif len(self.played) >= limits.max_turns or len(reply.token_ids) >= self.room:
+        elif len(self.played) >= limits.max_turns or not has_room_for(self, reply, limits):
             self.finish = FINISHED_BY_LENGTH
         else:
             if reply.is_anew:
                 self.starts.append(len(self.token_ids))
+            if reply.images:
+                self.images = (*(self.images or ()), *moved(reply.images, len(self.prompt_ids) + len(self.token_ids)))
             self.token_ids += reply.token_ids
             self.is_sampled += [False] * len(reply.token_ids)
 
@@ -223,9 +231,31 @@ class Episode:
 
     def forget(self) -> None:
         """Drop all but the prompt and the opening."""
+        self.images = None if self.images is None else prompt_images(self)
         self.token_ids, self.is_sampled, self.log_probs, self.versions, self.played = [], [], [], [], []
         self.starts, self.experts = [], []
         self.waits, self.finish, self.failure = False, "", None
+
+
+def context_images(episode: Episode) -> Pieces:
+    """Return the images of an episode's `context_ids`."""
+    before = len(episode.prompt_ids)
+    start = before + episode.starts[-1] if episode.starts else 0
+    return pieces_between(episode.images, start, before + len(episode.token_ids)) if episode.images else ()
+
+
+def prompt_images(episode: Episode) -> Pieces:
+    """Return the images of an episode's prompt."""
+    return tuple(piece for piece in episode.images or () if piece.stop <= len(episode.prompt_ids))
+
+
+def has_room_for(episode: Episode, reply: Reply, limits: EpisodeLimits) -> bool:
+    """Return whether the policy can read a reply and take another turn."""
+    if reply.images and limits.max_images is not None:
+        earlier = 0 if reply.is_anew else len(context_images(episode))
+        if earlier + len(reply.images) > limits.max_images:
+            return False
+    return len(reply.token_ids) < episode.room
 
 
 def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -> Batch:

@@ -8,15 +8,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron_rl.agents.as_json import Answer
+from megatron_rl.agents.as_json import Answer, WithImages
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
-from megatron_rl.agents.observation import FOLLOWING, EpisodeFailure, InitialConversation, Observation, Turn
+from megatron_rl.agents.image_parts import images_of
+from megatron_rl.agents.observation import (
+    FOLLOWING,
+    EpisodeFailure,
+    InitialConversation,
+    Message,
+    Observation,
+    TaskRow,
+    Turn,
+)
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import NO_LIMIT, TurnRenderer
 from megatron_rl.data.message_form import tool_names
 from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.errors import ConfigError, ReplayError
+from megatron_rl.images import Pieces
 from megatron_rl.plain_values import describe_error
 
 
@@ -29,11 +39,26 @@ class Environments(Protocol):
     def play(self, number: int, job: TurnJob) -> None:
         """Have a turn played; the reply comes with `take`."""
 
-    def take(self, waits: bool) -> list[tuple[int, Answer]]:
+    def take(self, waits: bool) -> Sequence[tuple[int, Answer | WithImages]]:
         """Return the replies that exist, by the numbers of `play`. waits: until there is one, if a job is open."""
 
     def forget(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
+
+
+class ShownImages(Protocol):
+    """Images of prompts and of turns."""
+
+    def keep(self, images: Mapping[str, str]) -> None:
+        """Keep images in base64 by their keys."""
+
+    def turn_written_out(
+        self, token_ids: Sequence[int], keys: Sequence[str | None], prompt: Pieces
+    ) -> tuple[list[int], Pieces]:
+        """Return the tokens of messages with all placeholders of their images, and the pieces of these."""
+
+    def encoded(self, pieces: Pieces) -> list[bytes]:
+        """Return the encoded images of a prompt."""
 
 
 class Episodes:
@@ -145,7 +170,7 @@ class RecordedEpisodes(Episodes):
 class _OpenTurn:
     """A turn that waits for its reply. turn: None while the episode itself begins. last_token: of the turn.
 
-    before: the conversation before the turn. room: tokens that may still follow.
+    before: the conversation before the turn. room: tokens that may still follow. shown: images of the dataset's prompt.
     """
 
     number: int
@@ -153,6 +178,7 @@ class _OpenTurn:
     last_token: int = -1
     before: InitialConversation | None = None
     room: int = NO_LIMIT
+    shown: Pieces = ()
 
 
 class LiveEpisodes(Episodes):
@@ -166,9 +192,11 @@ class LiveEpisodes(Episodes):
         limits: EpisodeLimits,
         longest_prompt: int = NO_LIMIT,
         appending: Collection[str] = FOLLOWING,
+        images: ShownImages | None = None,
     ) -> None:
         """longest_prompt: tokens with which an environment may begin an episode. appending: roles of messages that the
-        template appends; behind others a turn begins with the whole conversation, rendered again.
+        template appends; behind others a turn begins with the whole conversation, rendered again. images: of prompts
+        and turns; None: they are text.
         """
         super().__init__(limits)
         self._environments, self._renderer, self._reader = environments, renderer, reader
@@ -179,6 +207,8 @@ class LiveEpisodes(Episodes):
         self._jobs_of: dict[int, list[int]] = {}  # episode -> those of _open
         self._failed: list[tuple[int, Reply]] = []
         self._jobs = itertools.count()
+        self._images = images
+        self._rows: dict[int, TaskRow] = {}  # episode -> its task, with the images of its prompt
 
     @property
     def is_open(self) -> bool:
@@ -195,18 +225,28 @@ class LiveEpisodes(Episodes):
             failure = EpisodeFailure("no_answer", f"the turn cannot be read: {describe_error(error)}")
             self._failed.append((number, Reply(Turn(""), failure)))
             return
-        self._submit(episode, _OpenTurn(number, turn, ids[-1], before, episode.room))
+        self._submit(episode, _OpenTurn(number, turn, ids[-1], before, episode.room, episode.row.get("images", ())))
 
     def _begins(self, number: int, episode: Episode) -> bool:
         if self._environments.opens:
-            self._submit(episode, _OpenTurn(number, room=episode.room))
+            self._submit(episode, _OpenTurn(number, room=episode.room, shown=episode.row.get("images", ())))
         return self._environments.opens
 
     def _submit(self, episode: Episode, new: _OpenTurn) -> None:
         job, opening = next(self._jobs), episode.opening if isinstance(episode.opening, InitialConversation) else None
         self._open[job] = new
         self._jobs_of.setdefault(new.number, []).append(job)
-        self._environments.play(job, TurnJob(new.number, episode.row, tuple(episode.played), new.turn, opening))
+        self._environments.play(
+            job, TurnJob(new.number, self._row(new.number, episode), tuple(episode.played), new.turn, opening)
+        )
+
+    def _row(self, number: int, episode: Episode) -> TaskRow:
+        """The task of an episode, with the encoded images of the dataset's prompt."""
+        if self._images is None or "images" not in episode.row:
+            return episode.row
+        if number not in self._rows:
+            self._rows[number] = {**episode.row, "images": self._images.encoded(episode.row["images"])}
+        return self._rows[number]
 
     def _close(self, job: int) -> _OpenTurn:
         turn = self._open.pop(job)
@@ -219,6 +259,7 @@ class LiveEpisodes(Episodes):
     def forget(self, number: int) -> None:
         for job in self._jobs_of.pop(number, ()):
             del self._open[job]
+        self._rows.pop(number, None)
         self._failed = [(known, reply) for known, reply in self._failed if known != number]
         self._environments.forget(number)
 
@@ -228,29 +269,51 @@ class LiveEpisodes(Episodes):
         known = [(self._close(job), answer) for job, answer in answers if job in self._open]
         return failed + [(known.number, self._reply(known, answer)) for known, answer in known]
 
-    def _reply(self, known: _OpenTurn, answer: Answer) -> Reply:
+    def _reply(self, known: _OpenTurn, answer: Answer | WithImages) -> Reply:
+        images = answer.images if isinstance(answer, WithImages) else {}
+        answer = answer.answer if isinstance(answer, WithImages) else answer
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             return Reply(known.turn, answer)
         try:
+            if self._images is not None:
+                self._images.keep(images)
             begins = answer if isinstance(answer, InitialConversation) else answer.anew
             if begins is not None:
                 self._look_for(begins.tools)
                 self._look_at_limit(begins.max_tokens, known.room)
             if isinstance(answer, InitialConversation):
-                return self._begun(answer, self._renderer.beginning(answer, self._longest_prompt))
+                begun = self._renderer.beginning(answer, self._longest_prompt)
+                return self._begun(answer, *self._with_images(begun, answer.messages, known, self._longest_prompt))
             anew = answer.anew or self._rewritten(known, answer)
             if anew is not None:
-                return Reply(known.turn, answer, tuple(self._renderer.beginning(anew, known.room)), is_anew=True)
+                ids, pieces = self._with_images(
+                    self._renderer.beginning(anew, known.room), anew.messages, known, known.room
+                )
+                return Reply(known.turn, answer, tuple(ids), is_anew=True, images=pieces)
             earlier = known.before.messages if known.before is not None else ()
             num_calls = sum(len(message.get("tool_calls") or ()) for message in earlier)
             ids = self._renderer.following(answer.messages, known.last_token, known.turn, num_calls, known.room)
+            ids, pieces = self._with_images(ids, answer.messages, known, known.room)
         except TemplateRefusal as refusal:
             reason = f"the chat template rejects the observation of the environment: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         except Exception as error:  # a template or tokenizer at what somebody else wrote; it costs this episode alone
             reason = f"the observation of the environment cannot be tokenized: {describe_error(error)}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
-        return Reply(known.turn, answer, tuple(ids))
+        return Reply(known.turn, answer, tuple(ids), images=pieces)
+
+    def _with_images(
+        self, ids: list[int], messages: Sequence[Message], known: _OpenTurn, most: int
+    ) -> tuple[list[int], Pieces]:
+        """Return the tokens of messages with all placeholders of their images, and these. most: tokens; where there are
+        more, no image is read. Raises ValueError for images that cannot be read.
+        """
+        keys = images_of(messages)
+        if self._images is None:
+            if keys:
+                raise ValueError("it shows images, and this run reads text alone (data.image_key=null)")
+            return ids, ()
+        return (ids, ()) if len(ids) > most else self._images.turn_written_out(ids, keys, known.shown)
 
     def _look_for(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Note tools that the template does not write, once. Raises TemplateRefusal."""
@@ -276,8 +339,8 @@ class LiveEpisodes(Episodes):
         messages = (*known.before.messages, known.turn.as_message(), *answer.messages)
         return InitialConversation(messages, known.before.tools)
 
-    def _begun(self, opening: InitialConversation, prompt_ids: Sequence[int]) -> Reply:
+    def _begun(self, opening: InitialConversation, prompt_ids: Sequence[int], images: Pieces) -> Reply:
         if len(prompt_ids) <= self._longest_prompt:
-            return Reply(None, opening, tuple(prompt_ids))
+            return Reply(None, opening, tuple(prompt_ids), images=images)
         rule = f"its conversation has at least {len(prompt_ids)} tokens; data.max_prompt_length={self._longest_prompt}"
         return Reply(None, EpisodeFailure("no_answer", f"the episode cannot begin: {rule}"))

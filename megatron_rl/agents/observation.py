@@ -9,17 +9,19 @@ An environment is a class in a file of the user's:
         def step(self, turn):           # turn: a `Turn`, what the policy has said
             return "higher", 0.0, False  # observation, reward, done
 
-The observation is a text, a list of messages, or None. Both methods may be async. A method `opening` returns the
-conversation with which the episode begins, in place of the dataset's prompt.
+The observation is a text, a list of messages, or None. The content of a message is a text, or a list of parts of
+which some are images (`image_parts`), where the run reads images. Both methods may be async. A method `opening` returns
+the conversation with which the episode begins, in place of the dataset's prompt.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from megatron_rl.agents.image_parts import Images, content_of, is_content
 from megatron_rl.plain_values import finite_number, quote
 
 Message = dict[str, Any]
@@ -133,26 +135,33 @@ class TextLimit:
     cut: str = "middle"
 
     def applied(self, message: Message) -> Message:
-        """Return the message with a text that is not too long, but for a mark where it was cut."""
-        text, longest, mark = message["content"], self.longest, "...(truncated)..."
+        """Return the message with texts that are not too long, but for a mark where one was cut."""
+        content = message["content"]
+        if isinstance(content, str):
+            return message if len(content) <= self.longest else message | {"content": self._cut(content)}
+        parts = [part | {"text": self._cut(part["text"])} if part["type"] == "text" else part for part in content]
+        return message | {"content": parts}
+
+    def _cut(self, text: str) -> str:
+        longest, mark = self.longest, "...(truncated)..."
         if len(text) <= longest:
-            return message
+            return text
         match self.cut:
             case "left":
-                text = text[:longest] + mark
+                return text[:longest] + mark
             case "right":
-                text = mark + text[-longest:]
-            case _:
-                text = text[: longest // 2] + mark + text[len(text) - longest // 2 :]
-        return message | {"content": text}
+                return mark + text[-longest:]
+        return text[: longest // 2] + mark + text[len(text) - longest // 2 :]
 
 
-def observation_of(value: Any, limit: TextLimit) -> Observation:
-    """Return what `step` has returned, checked and within the limit. Raises ValueError, with the rule, for others."""
+def observation_of(value: Any, limit: TextLimit, images: Images | None = None) -> Observation:
+    """Return what `step` has returned, checked and within the limit. images: gets those that it shows; None: it may
+    show none. Raises ValueError, with the rule, for others.
+    """
     counts: dict[str, Any] = {}
     anew: InitialConversation | None = None
     if isinstance(value, Observation):
-        counts, anew = value.counts, None if value.anew is None else opening_of(value.anew)
+        counts, anew = value.counts, None if value.anew is None else opening_of(value.anew, images)
         value = (value.messages, value.reward, value.is_done)
     if not isinstance(value, tuple) or len(value) != 3:
         raise ValueError(f"step must return (observation, reward, done) or an Observation; it returned {quote(value)}")
@@ -165,21 +174,26 @@ def observation_of(value: Any, limit: TextLimit) -> Observation:
     if not isinstance(is_done, bool):
         raise ValueError(f"done must be True or False; it is {quote(is_done)}")
     earned, *counted = (number for number in numbers if number is not None)
-    messages = tuple(map(limit.applied, messages_of(said)))
+    messages = tuple(map(limit.applied, messages_of(said, images)))
     return Observation(messages, earned, is_done, dict(zip(counts, counted, strict=True)), anew)
 
 
-def messages_of(said: Any) -> tuple[Message, ...]:
-    """Return an observation as messages: a text is one message of the user. Raises ValueError for anything else."""
+def messages_of(said: Any, images: Images | None = None) -> tuple[Message, ...]:
+    """Return an observation as messages: a text is one message of the user. images: as `observation_of`. Raises
+    ValueError for anything else.
+    """
     if said is None:
         return ()
     if isinstance(said, str):
         return ({"role": "user", "content": said},)
-    if isinstance(said, Sequence) and all(map(is_message, said)):
-        return tuple({str(name): str(text) for name, text in message.items()} for message in said)
+    if isinstance(said, Sequence) and all(map(is_message, plain := [_with_parts(each, images) for each in said])):
+        return tuple(
+            {str(name): value if name == "content" else str(value) for name, value in message.items()}
+            for message in plain
+        )
     raise ValueError(
-        "an observation must be a text, None, or messages with role user, tool or system and a text as content; it is "
-        f"{quote(said)}"
+        "an observation must be a text, None, or messages with role user, tool or system and a text or parts as "
+        f"content; it is {quote(said)}"
     )
 
 
@@ -188,8 +202,10 @@ def messages_of_prompt(prompt: Any) -> tuple[Message, ...]:
     return tuple(prompt or ()) if not isinstance(prompt, str) else ({"role": "user", "content": prompt},)
 
 
-def opening_of(value: Any) -> InitialConversation:
-    """Return what `opening` has returned, checked: a text is one message of the user. Raises ValueError for others."""
+def opening_of(value: Any, images: Images | None = None) -> InitialConversation:
+    """Return what `opening` has returned, checked: a text is one message of the user. images: as `observation_of`.
+    Raises ValueError for others.
+    """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     opening = (
@@ -197,14 +213,26 @@ def opening_of(value: Any) -> InitialConversation:
         if isinstance(value, InitialConversation)
         else InitialConversation(tuple(value) if isinstance(value, list) else ())
     )
-    if opening.messages and all(is_message(message, (*FOLLOWING, "assistant")) for message in opening.messages):
-        return opening
+    messages = tuple(_with_parts(message, images) for message in opening.messages)
+    if messages and all(is_message(message, (*FOLLOWING, "assistant")) for message in messages):
+        return replace(opening, messages=messages)
     raise ValueError(f"opening must return a text, or a list of messages; it returned {quote(value)}")
 
 
+def _with_parts(message: Any, images: Images | None) -> Any:
+    """Return a message whose content is a list of parts in the form of chat templates; others as they are."""
+    if (
+        not isinstance(message, Mapping)
+        or not isinstance(message.get("content"), list)
+        or is_content(message["content"])
+    ):
+        return message
+    return {**message, "content": content_of("the content of a message", message["content"], images)}
+
+
 def is_message(value: Any, roles: Collection[str] = FOLLOWING) -> bool:
-    """Return whether a value is a message of one of these roles, with a text as content."""
-    return isinstance(value, Mapping) and value.get("role") in roles and isinstance(value.get("content"), str)
+    """Return whether a value is a message of one of these roles, with a text or parts as content."""
+    return isinstance(value, Mapping) and value.get("role") in roles and is_content(value.get("content"))
 
 
 async def settled(value: Any) -> Any:

@@ -19,6 +19,7 @@ from megatron_rl.agents.chat_request import (
     object_with_messages,
     one_text,
 )
+from megatron_rl.agents.image_parts import Images, content_of
 from megatron_rl.agents.observation import Message, ToolCall, Turn
 from megatron_rl.plain_values import strict_json
 
@@ -37,11 +38,13 @@ class OpenAIChat:
 
     path = "/v1/chat/completions"
 
-    def read(self, body: Any) -> ChatRequest:
-        """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
+    def read(self, body: Any, images: Images | None = None) -> ChatRequest:
+        """Read a request. images: gets those that it shows; None: it may show none. Raises ValueError, with the rule,
+        for one that cannot be answered.
+        """
         body = object_with_messages(body, ONLY)
         tools = known_tools(body.get("tools"))
-        messages = [_message(place, message) for place, message in enumerate(body["messages"])]
+        messages = [_message(place, message, images) for place, message in enumerate(body["messages"])]
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and options.get("include_usage") is True
         limit = asked_tokens(body.get("max_completion_tokens"), body.get("max_tokens"))
@@ -102,13 +105,14 @@ def _sent_calls(turn: Turn, number: int) -> list[Content]:
     ]
 
 
-def _message(place: int, sent: Any) -> Message:
+def _message(place: int, sent: Any, images: Images | None) -> Message:
     """One message in the form of chat templates. Raises ValueError for what is none."""
     role = sent.get("role") if isinstance(sent, Mapping) else None
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise ValueError(f"messages[{place}] must have a role of {', '.join(ROLES)}; it is {sent!r:.80}")
-    message: Message = {"role": role, "content": one_text(f"messages[{place}].content", sent.get("content"))}
+    shown = None if role == "assistant" else images
+    message: Message = {"role": role, "content": content_of(f"messages[{place}].content", sent.get("content"), shown)}
     message |= {name: sent[name] for name in ("name", "tool_call_id") if isinstance(sent.get(name), str)}
     thoughts = [sent[name] for name in ("reasoning_content", "reasoning") if sent.get(name)]
     if role == "assistant" and thoughts:

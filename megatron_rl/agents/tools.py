@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from megatron_rl.agents.class_tools import ClassTool, EpisodeTool, load_class_tools
 from megatron_rl.agents.environment_host import EnvironmentHost
 from megatron_rl.agents.environment_source import EnvironmentSource
+from megatron_rl.agents.image_parts import shows_images
 from megatron_rl.agents.observation import Message, Observation, TaskRow, TextLimit, ToolCall, Turn
 from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
@@ -128,6 +129,8 @@ class ToolEnvironment:
             value, known = await self._value(place, call), dict[str, Any]()
             if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], dict):
                 value, known = value[0], {"tool_reward": value[1], **value[2]}
+            if shows_images(value):
+                return _message(call.name, value if isinstance(value, list) else [{"type": "image", "image": value}])
             text = value if isinstance(value, str) else _as_json(call.name, value)
         except _CallError as error:
             counts[f"tool_{error.cause}"] += 1
@@ -172,7 +175,7 @@ class ToolSource(EnvironmentSource):
     """The tools of a file: functions of a Python file, or classes of a YAML file (is_yaml).
 
     key: of the path in the configuration. limit: of messages. max_calls, timeout_s, gives_rewards: as
-    `ToolEnvironment`.
+    `ToolEnvironment`. reads_images: results may show some.
     """
 
     path: str
@@ -182,6 +185,7 @@ class ToolSource(EnvironmentSource):
     timeout_s: float
     gives_rewards: bool
     limit: TextLimit
+    reads_images: bool = False
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the schema of each tool. Raises ConfigError as `load_tools`, `schemas_of` and `load_class_tools`."""
@@ -192,11 +196,11 @@ class ToolSource(EnvironmentSource):
     def host(self) -> EnvironmentHost:
         tools = (load_class_tools if self.is_yaml else load_tools)(self.path, self.key)
         keys = (self.max_calls, self.timeout_s, self.gives_rewards)
-        return EnvironmentHost(lambda: ToolEnvironment(tools, *keys), True, self.limit)
+        return EnvironmentHost(lambda: ToolEnvironment(tools, *keys), True, self.limit, reads_images=self.reads_images)
 
 
-def _message(name: str, text: str) -> Message:
-    return {"role": "tool", "name": name, "content": text} if name else {"role": "tool", "content": text}
+def _message(name: str, content: str | list[Any]) -> Message:
+    return {"role": "tool", "name": name, "content": content} if name else {"role": "tool", "content": content}
 
 
 def _as_json(name: str, value: Any) -> str:

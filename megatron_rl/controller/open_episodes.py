@@ -25,6 +25,7 @@ from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.message_form import tool_names
+from megatron_rl.data.prompt_images import PromptImages
 from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.errors import ConfigError
 
@@ -53,13 +54,18 @@ def with_tools(config: RunConfig) -> RunConfig:
 
 
 def open_episodes(
-    config: RunConfig, folder: ModelFolder, are_chats: set[bool], local: bool, opened: ExitStack
+    config: RunConfig,
+    folder: ModelFolder,
+    are_chats: set[bool],
+    local: bool,
+    opened: ExitStack,
+    images: PromptImages | None = None,
 ) -> Episodes | None:
     """Return what answers turns; None where every response is a single turn.
 
     config: of `with_tools`. folder: of the policy. are_chats: whether prompts are messages, texts, or both. local:
-    environments are in this process. Raises ConfigError for both, for code of the user's that cannot be loaded, and for
-    a chat template that does not append messages.
+    environments are in this process. images: of prompts and turns; None: they are text. Raises ConfigError for both,
+    for code of the user's that cannot be loaded, and for a chat template that does not append messages.
     """
     if not config.has_turns:
         return None
@@ -84,11 +90,13 @@ def open_episodes(
 
     reader = TurnReader(tokenizer, parser_of, tools, thoughts)
     unread = unread_calls(keys, renderer, parser_of, tools) if tools or keys.agent.is_set else None
-    environments = open_environments(
-        keys, local, opened, config.data.max_prompt_length + config.data.max_response_length
-    )
-    limits = EpisodeLimits(keys.max_assistant_turns or config.data.max_response_length, keys.max_retries)
-    episodes = LiveEpisodes(environments, renderer, reader, limits, config.data.max_prompt_length, renderer.appending())
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    environments = open_environments(keys, local, opened, longest, images is not None)
+    most_images = None if images is None else config.actor_rollout_ref.rollout.limit_images
+    turns = keys.max_assistant_turns or config.data.max_response_length
+    limits = EpisodeLimits(turns, keys.max_retries, most_images)
+    rest = (config.data.max_prompt_length, renderer.appending(), images)
+    episodes = LiveEpisodes(environments, renderer, reader, limits, *rest)
     if problem is not None:
         what = "so every turn is a conversation of its own, and data.max_response_length counts its history again"
         episodes.notes.append(f"the chat template of {path} does not append: {problem}; {what}")
@@ -123,13 +131,14 @@ def unread_calls(
 
 
 def open_environments(
-    keys: MultiTurnConfig, local: bool, opened: ExitStack, num_tokens: int
+    keys: MultiTurnConfig, local: bool, opened: ExitStack, num_tokens: int, reads_images: bool = False
 ) -> EnvironmentsHere | EnvironmentProcesses:
     """Return environments in this process (local), or start processes for them. num_tokens: of a conversation.
+    reads_images: which may show images.
 
     Raises ConfigError where the user's code cannot be loaded.
     """
-    source = environment_source(keys, num_tokens)
+    source = environment_source(keys, num_tokens, reads_images)
     host = source.host()
     if local:
         return opened.enter_context(EnvironmentsHere(host))
@@ -140,16 +149,16 @@ def open_environments(
     )
 
 
-def environment_source(keys: MultiTurnConfig, num_tokens: int) -> EnvironmentSource:
+def environment_source(keys: MultiTurnConfig, num_tokens: int, reads_images: bool = False) -> EnvironmentSource:
     """Return where environments come from: the user's class, tools or agent."""
     own, agent = keys.environment, keys.agent
     if agent.is_set:
         command, timeout_s = tuple(agent.command or ()), keys.tool_timeout_s
-        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", command, timeout_s, num_tokens)
+        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", command, timeout_s, num_tokens, reads_images)
     if keys.tools_file is not None:
-        return tool_source(keys)
+        return replace(tool_source(keys), reads_images=reads_images)
     assert own.path is not None  # the configuration's rules
-    return ClassSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, text_limit(keys))
+    return ClassSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, text_limit(keys), reads_images)
 
 
 def tool_source(keys: MultiTurnConfig) -> ToolSource:

@@ -17,6 +17,7 @@ from megatron_rl.config.roles import ROLLOUT, Placement, elastic_pools
 from megatron_rl.config.rollout_keys import DRAFT_KEYS, EARLIER, extra_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.data.turn_images import FOLDER
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
@@ -227,6 +228,7 @@ def open_schedule(
         replies,
         *former,
         first_group,
+        (folder.path / FOLDER, None if replay is None else replay / FOLDER),
     )
 
 

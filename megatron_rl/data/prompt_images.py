@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.data.image_processor import AT_ONCE, ImageForms, ImageReader, ReadImage, Unreadable
+from megatron_rl.data.image_processor import AT_ONCE, ImageForms, ImageReader, ReadImage, Unreadable, file_content
 from megatron_rl.data.image_sources import ImageSource, sources_of, with_image_parts
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
+from megatron_rl.data.turn_images import FOLDER, ImagesOfTurns, shown_images
 from megatron_rl.errors import ConfigError
 from megatron_rl.images import Grid, ImagePiece, Pieces, parts_an_image, pieces_between, pieces_of_tokens
 from megatron_rl.records import Conversation
@@ -72,13 +73,16 @@ class PlaceholderIds:
 
 
 class PromptImages:
-    """Reads the images of prompts. column: `data.image_key`. most: images of a prompt, at most; None: any number."""
+    """Reads the images of prompts, and those that turns show. column: `data.image_key`. most: images of a prompt, at
+    most; None: any number.
+    """
 
     def __init__(self, column: str, forms: ImageForms, tokens: PlaceholderIds, most: int | None) -> None:
         self.column, self._forms, self._tokens, self._most = column, forms, tokens, most
         self._reader, self._store = ImageReader(forms), ImageStore()
         self._read: dict[StoredImage, ReadImage | Unreadable] = {}
         self._of_digest: dict[str, StoredImage] = {}
+        self.turns = ImagesOfTurns(self._reader)
 
     def of_row(self, prompt: Conversation, field: str, value: object) -> tuple[Conversation, tuple[StoredImage, ...]]:
         """Return a prompt with parts for its images, and these. field: the prompt's. value: the column's.
@@ -134,26 +138,70 @@ class PromptImages:
 
     def _written_out(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> tuple[list[int], Pieces]:
         shown = [read for read in map(self._read.__getitem__, images) if isinstance(read, ReadImage)]
+        return self._with_placeholders(token_ids, [(read.digest, read.grid) for read in shown])
+
+    def _with_placeholders(
+        self, token_ids: Sequence[int], shown: Sequence[tuple[str, Grid]]
+    ) -> tuple[list[int], Pieces]:
         others = sum(token in self._tokens.unsampled for token in token_ids) - len(shown)
         if others:
             raise RowProblem("image_token", "", f"{others} more such tokens than its {len(shown)} images have")
-        known = [(read.digest, read.grid) for read in shown]
-        return pieces_of_tokens(token_ids, self._tokens.placeholder, known, self._forms.merge)
+        return pieces_of_tokens(token_ids, self._tokens.placeholder, shown, self._forms.merge)
+
+    def keep(self, images: Mapping[str, str]) -> None:
+        """Keep images of turns. Raises as `ImagesOfTurns.keep`."""
+        self.turns.keep(images)
+
+    def turn_written_out(
+        self, token_ids: Sequence[int], keys: Sequence[str | None], prompt: Pieces
+    ) -> tuple[list[int], Pieces]:
+        """Return the tokens of messages with all placeholders of their images, and the pieces of these.
+
+        token_ids: with one placeholder for each image. keys, prompt: as `shown_images`. Raises ValueError as that, and
+        where a text has tokens of its own that stand for images or videos.
+        """
+        try:
+            return self._with_placeholders(token_ids, shown_images(keys, prompt, self.turns))
+        except RowProblem as problem:
+            raise ValueError(f"a text has tokens that stand for images: {problem.found}") from None
+
+    def encoded(self, pieces: Pieces) -> list[bytes]:
+        """Return the encoded images of a prompt. Raises ConfigError for a file that has changed."""
+        return [self._content(self._store.source(self._of_digest[piece.digest])) for piece in pieces]
+
+    def _content(self, source: ImageSource) -> bytes:
+        if source.content is not None:
+            return source.content
+        try:
+            return file_content(source.path, self._forms.image_folder)
+        except (OSError, RowProblem) as error:
+            raise ConfigError(f"the image {source.path} has changed since the run began: {error}") from None
 
     def patches(self, digests: Sequence[str]) -> list[tuple[Grid, torch.Tensor]]:
         """Return the grid and the patches float32 [patches, values] of images, which are read again.
 
         Raises ConfigError for a file that has another image by now.
         """
-        stored = [self._of_digest[digest] for digest in digests]
+        sources = [*map(self._source, digests)]
         made = []
-        read_again = self._reader.read([self._store.source(image) for image in stored], with_patches=True)
-        for image, digest, read in zip(stored, digests, read_again, strict=True):
+        read_again = self._reader.read(sources, with_patches=True)
+        for source, digest, read in zip(sources, digests, read_again, strict=True):
             if isinstance(read, Unreadable) or read.digest != digest or read.patches is None:
                 now = read.reason if isinstance(read, Unreadable) else "it has another image"
-                raise ConfigError(f"the image {image.path or digest} has changed since the run began: {now}")
+                raise ConfigError(f"the image {source.path or digest} has changed since the run began: {now}")
             made.append((read.grid, torch.from_numpy(read.patches)))
         return made
+
+    def _source(self, digest: str) -> ImageSource:
+        """An image of a prompt or of a turn. Raises ConfigError for one that is kept no more."""
+        if digest in self._of_digest:
+            return self._store.source(self._of_digest[digest])
+        content = self.turns.encoded(digest)
+        if content is None:
+            raise ConfigError(
+                f"image {digest} of a turn is not kept: a recorded schedule needs the folder {FOLDER} next to it"
+            )
+        return ImageSource(content)
 
     def close(self) -> None:
         """End the process that reads images, until the next call."""

@@ -92,7 +92,7 @@ class Actor(SampledPolicy):
 
     # Scoring
 
-    @remote_method(Dispatch.DP, phase="images", stop=Stop.BEFORE)
+    @remote_method(Dispatch.DP, phase="images")
     def image_features(self, batch: Batch) -> Batch | None:
         """`image_features` of the images in `image_grids` and `image_patches`, one in each row; None on ranks whose
         result does not count.

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
-from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, rows_of
+from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, context_images, prompt_images, rows_of
 from megatron_rl.agents.observation import Opening
 from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, Conversation, Sampling, ragged_of_pieces, row_lengths
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn, ImageInput, Start
 from megatron_rl.sampling.group_map import GroupMap, requests_of_groups
+from megatron_rl.sampling.image_tensors import TurnImages, encoded_of_tensors, images_as_tensors, pieces_of_tensors
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -47,14 +48,16 @@ class InFlightBatches:
         earlier_of: EarlierOf = lambda index, batch: (),
         groups: GroupMap | None = None,
         images_of: ImagesOf = lambda pieces: (),
+        shown: TurnImages | None = None,
     ) -> None:
-        """with_versions: of tokens; False where all of a batch are of the newest weights.
+        """with_versions: of tokens; False where all of a batch are of the newest weights. shown: the images of turns;
+        None: turns are text.
 
         limits: of episodes; None: nothing answers a turn, and the first one is the last. groups: None: each request is
         a group, which stays in its batch.
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
-        self._earlier_of, self._limits, self._images_of = earlier_of, limits, images_of
+        self._earlier_of, self._limits, self._images_of, self.shown = earlier_of, limits, images_of, shown
         self.has_turns = limits is not None
         self.groups = GroupMap(batch_rows) if groups is None else groups
         self._episodes: dict[int, Episode] = {}
@@ -171,7 +174,7 @@ class InFlightBatches:
         int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32; where there are some,
         num_experts int64 [N] and experts, read from their nodes (see `Episode`). played uint8: what `records_as_json`
         returns. moved int64 [M, 4], of requests that began in an earlier batch: number, the prompt's row over all
-        files, sample, and the salt of its seeds.
+        files, sample, and the salt of its seeds. Where turns show images, what `images_as_tensors` returns.
         """
         kept = self._kept(after_step)
         moved = [
@@ -191,15 +194,20 @@ class InFlightBatches:
         pieces = [e.experts for e in episodes]
         routed = ragged_of_pieces(pieces) if any(pieces) else None
         experts = {} if routed is None else {"num_experts": row_lengths(routed), "experts": routed.values()}
-        return experts | {
-            "played": torch.tensor(list(records_as_json(records).encode()), dtype=torch.uint8),
-            "moved": torch.tensor(moved, dtype=torch.int64).reshape(-1, 4),
-            "requests": torch.tensor(rows, dtype=torch.int64).reshape(-1, 4),
-            "token_ids": torch.tensor([token for e in episodes for token in e.token_ids], dtype=torch.int64),
-            "is_sampled": torch.tensor([value for e in episodes for value in e.is_sampled], dtype=torch.bool),
-            "versions": torch.tensor([version for e in episodes for version in e.versions], dtype=torch.int64),
-            "log_probs": torch.tensor([value for e in episodes for value in e.log_probs], dtype=torch.float32),
-        }
+        images = {} if self.shown is None else images_as_tensors(kept, self.shown)
+        return (
+            experts
+            | images
+            | {
+                "played": torch.tensor(list(records_as_json(records).encode()), dtype=torch.uint8),
+                "moved": torch.tensor(moved, dtype=torch.int64).reshape(-1, 4),
+                "requests": torch.tensor(rows, dtype=torch.int64).reshape(-1, 4),
+                "token_ids": torch.tensor([token for e in episodes for token in e.token_ids], dtype=torch.int64),
+                "is_sampled": torch.tensor([value for e in episodes for value in e.is_sampled], dtype=torch.bool),
+                "versions": torch.tensor([version for e in episodes for version in e.versions], dtype=torch.int64),
+                "log_probs": torch.tensor([value for e in episodes for value in e.log_probs], dtype=torch.float32),
+            }
+        )
 
     def load_tensors(self, tensors: dict[str, torch.Tensor], prompts_of: PromptsOf | None = None) -> None:
         """Load what `tensors` returned; the batches must be added before. prompts_of: needed for requests that began in
@@ -232,6 +240,10 @@ class InFlightBatches:
             episode.played, episode.failure, episode.opening = list(record.turns), record.failure, record.opening
             episode.prompt_ids, episode.starts = record.prompt_ids or episode.prompt_ids, list(record.starts)
             episode.num_retries = record.num_retries
+        if self.shown is not None:
+            self.shown.add(encoded_of_tensors(tensors))
+            for request, pieces in pieces_of_tensors(tensors).items():
+                self.episode(request).images = pieces
 
     def _load_moved(self, moved: torch.Tensor, prompts_of: PromptsOf | None) -> None:
         if prompts_of is None:
@@ -276,7 +288,12 @@ def new_episodes(prompts: Batch | None, sampling: Sampling) -> list[Episode]:
     images: Sequence[Pieces | None] = prompts.objects("images") if "images" in prompts else [None] * len(prompts)
     columns = [prompts["index"].tolist(), prompts["sample"].tolist(), *map(prompts.objects, TASK_COLUMNS[2:]), texts]
     return [
-        Episode(tuple(ids.tolist()), dict(zip((*TASK_COLUMNS, "prompt"), task, strict=True)), sampling, images=shown)
+        Episode(
+            tuple(ids.tolist()),
+            dict(zip((*TASK_COLUMNS, "prompt"), task, strict=True)) | ({} if shown is None else {"images": shown}),
+            sampling,
+            images=shown,
+        )
         for ids, shown, *task in zip(prompts["input_ids"].unbind(), images, *columns, strict=True)
     ]
 
@@ -303,7 +320,7 @@ def responses_of(episodes: Sequence[Episode], uid: torch.Tensor, with_versions: 
     tasks: dict[str, list[Any]] = {name: [episode.row[name] for episode in episodes] for name in TASK_COLUMNS}
     rows.add(uid=uid, index=torch.tensor(tasks.pop("index")), sample=torch.tensor(tasks.pop("sample")), **tasks)
     if episodes[0].images is not None:
-        rows.add(images=[episode.images for episode in episodes])
+        rows.add(images=[prompt_images(e) if e.failure else e.images for e in episodes])
     texts = [episode.row["prompt"] for episode in episodes]
     if None not in texts:
         begun = zip((episode.opening for episode in episodes), texts, strict=True)
@@ -321,5 +338,5 @@ def start_of(
     """The message with which a replica begins an episode or continues it."""
     row, sampling = episode.row, episode.sampling
     seed = seed_of(sampling.salt, row["index"], row["sample"], episode.attempt, len(episode.token_ids))
-    images = images_of(episode.images or ())
+    images = images_of(context_images(episode))
     return Start(request, episode.context_ids, seed, episode.room, sampling, earlier, episode.experts_from, images)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from megatron_rl.agents.as_json import answer_from_json, turn_from_json
 from megatron_rl.agents.episode import Reply
+from megatron_rl.images import numbers_of_pieces, pieces_of_numbers
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.sampling.request_scheduler import RequestScheduler
 from megatron_rl.sampling.schedule_types import (
@@ -57,7 +58,7 @@ class SliceDone:
 @dataclass(frozen=True)
 class TurnAnswered:
     """A turn of a request got its reply, and token_ids are read next, again if a conversation begins with them.
-    Requests of a validation are below 0.
+    Requests of a validation are below 0. images: `numbers_of_pieces` of those of token_ids.
     """
 
     event: ClassVar[str] = "turn"
@@ -66,34 +67,37 @@ class TurnAnswered:
     answer: dict[str, Any]
     token_ids: tuple[int, ...] = ()
     anew: bool = False
+    images: tuple[int, ...] = ()
 
     @property
     def reply(self) -> Reply:
         """The response. Raises ValueError for a line that no run writes."""
-        return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids, self.anew)
+        images = pieces_of_numbers(self.images)
+        return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids, self.anew, images)
 
 
 @dataclass(frozen=True)
 class EpisodeBegan:
-    """The environment of a request has begun its episode with token_ids, or failed to."""
+    """The environment of a request has begun its episode with token_ids, or failed to. images: as `TurnAnswered`."""
 
     event: ClassVar[str] = "opened"
     request: int
     answer: dict[str, Any]
     token_ids: tuple[int, ...] = ()
+    images: tuple[int, ...] = ()
 
     @property
     def reply(self) -> Reply:
         """How it began. Raises ValueError for a line that no run writes."""
-        return Reply(None, answer_from_json(self.answer), self.token_ids)
+        return Reply(None, answer_from_json(self.answer), self.token_ids, images=pieces_of_numbers(self.images))
 
 
 def reply_event(request: int, reply: Reply) -> TurnAnswered | EpisodeBegan:
     """The event of a reply to a turn, or of the beginning of an episode."""
-    answer = asdict(reply.answer)
+    answer, images = asdict(reply.answer), numbers_of_pieces(reply.images)
     if reply.turn is None:
-        return EpisodeBegan(request, answer, reply.token_ids)
-    return TurnAnswered(request, asdict(reply.turn), answer, reply.token_ids, reply.is_anew)
+        return EpisodeBegan(request, answer, reply.token_ids, images)
+    return TurnAnswered(request, asdict(reply.turn), answer, reply.token_ids, reply.is_anew, images)
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ class PoolSampler(Sampler):
     def answer(self, prompts: Batch, sampling: Sampling, step: int | None = None) -> Batch:
         """step: of training, whose responses are generated with draft tokens from earlier ones."""
         earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts["index"].tolist()]
-        self._read_images(prompts)
         how = (self.rules.awaits_turns, earlier, self._images_of)
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, *how)
         asked.begin()
+        self._read_images(asked.images)
         with self.awaited.waiting(asked.episodes), self._rollout_mode():
             while not asked.is_answered:
                 shares = asked.shares(len(self.queue.engines))
@@ -69,6 +69,7 @@ class PoolSampler(Sampler):
                 if slices:
                     asked.note(self.rollout.advance(slices).get())
                 asked.take_replies(waits=not slices)
+                self._read_images(asked.images)
         return self._with_images(asked.rows())
 
     def describe(self) -> dict[str, float]:
@@ -100,6 +101,8 @@ class PoolSampler(Sampler):
                     break
                 self._groups.judge_finished()
                 continue
+            if self.answers.shown is not None:
+                self._read_images()  # that replies to turns show
             orders = {replica: queue.next_slice(replica) for replica in range(len(queue.engines))}
             slices = {replica: order for replica, order in orders.items() if order is not None}
             if not slices and queue.has_turns_open:

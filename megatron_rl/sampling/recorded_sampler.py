@@ -13,6 +13,7 @@ from megatron_rl.observe.sample_files import GREEDY, RecordedStep, num_recorded,
 from megatron_rl.records import Batch, one_per_group, prompts_of, ragged_from_lengths
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
+from megatron_rl.sampling.image_features import pieces_of
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.sampler import Schedule, Sources
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -45,7 +46,7 @@ class RecordedSampler(PoolSampler):
         if not self.config.returns_experts:
             rows = rows.without("routed_experts")
         rows.add(self._prompts(recorded, rows))
-        self._read_images(rows)
+        self._read_images(pieces_of(rows))
         rows = self._with_images(rows)
         if greedy is not None:
             greedy.add(one_per_group(rows.select(*PROMPT_COLUMNS)))

@@ -13,6 +13,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
 from megatron_rl.sampling.drain_notices import DrainNotices
 from megatron_rl.sampling.driver import Driver
+from megatron_rl.sampling.image_features import pieces_of
 from megatron_rl.sampling.journal import Counted
 from megatron_rl.sampling.replica_states import Elastic, ReplicaSlots
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
@@ -93,7 +94,7 @@ class ReplicaSampler(Sampler):
     def answer(self, prompts: Batch, sampling: Sampling) -> Batch:
         """Responses to all prompt rows; open requests continue afterwards."""
         version = self.weights.version
-        self._read_images(prompts)
+        self._read_images(pieces_of(prompts))
         how = (self.rules.awaits_turns, (), self._images_of)
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, *how)
         with self.awaited.waiting(asked.episodes), self.driver.holding(version, drained=not self.rules.partial):

@@ -7,10 +7,11 @@ its own runs ahead, so that a checkpoint is the same with and without batches th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,8 @@ from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts, ImageInput
 from megatron_rl.sampling.filtered_batches import FilteredBatches, GroupPrompts
 from megatron_rl.sampling.group_judge import GroupJudge, keeps_of
-from megatron_rl.sampling.image_features import ImageFeatures, pieces_of
+from megatron_rl.sampling.image_features import ImageFeatures
+from megatron_rl.sampling.image_tensors import TurnImages
 from megatron_rl.sampling.in_flight import InFlightBatches, images_in_flight
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.request_queue import RequestQueue
@@ -127,6 +129,7 @@ class Schedule:
     responses, else None. replies: those to turns of a schedule that is replayed, by request, in their order. earlier:
     responses of earlier steps, for draft tokens; None: not used. lengths: of responses of earlier steps, which order
     requests; None: not used. first_group: with verdicts, the number of the group whose prompt the cursor gives next.
+    image_folders: of images that turns show, where this schedule keeps them and where the replayed one has them.
     """
 
     rules: ScheduleConfig
@@ -139,6 +142,7 @@ class Schedule:
     earlier: ResponseHistory | None = None
     lengths: LengthHistory | None = None
     first_group: int = 0
+    image_folders: tuple[Path | None, Path | None] = (None, None)
 
 
 class Sampler:
@@ -167,6 +171,7 @@ class Sampler:
             self.earlier_of,
             schedule.scheduler.groups,
             self._images_of,
+            self._turn_images(schedule),
         )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self._verdicts = sources.verdicts
@@ -212,9 +217,24 @@ class Sampler:
             return None
         episodes = live if schedule.replies is None else RecordedEpisodes(live.limits, schedule.replies)
         journal = schedule.journal
-        if journal is not None:
-            episodes.record = lambda request, reply: journal.append(reply_event(request, reply))
+        if journal is None:
+            return episodes
+
+        def record(request: int, reply: Reply) -> None:
+            if reply.images and self.train_data.images is not None:
+                self.train_data.images.turns.record(reply.images)
+            journal.append(reply_event(request, reply))
+
+        episodes.record = record
         return episodes
+
+    def _turn_images(self, schedule: Schedule) -> TurnImages | None:
+        """Return the images of turns; None where turns are text."""
+        if self.episodes is None or self._images is None or self.train_data.images is None:
+            return None
+        turns = self.train_data.images.turns
+        turns.record_in(*schedule.image_folders)
+        return turns
 
     def next(self, step: int) -> SampledBatch:
         """Return the batch of a step, once it is complete."""
@@ -246,10 +266,12 @@ class Sampler:
         self.add_prompts(last)
         self._begin_episodes()
 
-    def _read_images(self, prompts: Batch | None = None) -> None:
-        """Have the features of all images of requests in flight, and of prompts. The actor must not be amid a call."""
+    def _read_images(self, further: Iterable[Pieces] = ()) -> None:
+        """Have the features of all images of requests in flight, and of further rows. The actor must not be amid a
+        call.
+        """
         if self._images is not None:
-            self._images.need([*images_in_flight(self.answers), *([] if prompts is None else pieces_of(prompts))])
+            self._images.need([*images_in_flight(self.answers), *further])
 
     def _images_of(self, pieces: Pieces) -> tuple[ImageInput, ...]:
         """Return the images of a request: see `Start`."""
@@ -347,6 +369,9 @@ class Sampler:
         rows = self._with_images(rows)
         self.cursor.next_indices()  # the prompts of this batch
         self.keep(step, rows)
+        if self.answers.shown is not None:
+            pieces = chain.from_iterable(images_in_flight(self.answers))
+            self.answers.shown.forget({piece.digest for piece in pieces})
         requests, compared = self.answers.requests_of(step)
         batch = SampledBatch(step, rows, greedy, requests=requests, greedy_requests=compared)
         batch.metrics |= self._describe_responses(step)

@@ -9,6 +9,7 @@ from functools import partial
 from megatron_rl.agents.episode import Episode
 from megatron_rl.agents.episodes import Episodes
 from megatron_rl.cluster.routing import chunk_sizes
+from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
@@ -55,6 +56,11 @@ class UnscheduledRequests:
     def episodes(self) -> list[Episode]:
         """One for each row of prompts."""
         return list(self._rows.values())
+
+    @property
+    def images(self) -> list[Pieces]:
+        """The images of the rows that show some."""
+        return [episode.images for episode in self._rows.values() if episode.images]
 
     def shares(self, num_replicas: int) -> list[tuple[Start, ...]]:
         """The requests that can be generated now, one share for each replica: of contiguous rows, the first ones of one

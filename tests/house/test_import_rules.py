@@ -31,6 +31,7 @@ SCHEDULE = {
         "filtered_requests",
         "scheduled_replica",
         "group_map",
+        "image_tensors",
         "in_flight",
         "replay",
         "requests",
@@ -39,7 +40,7 @@ SCHEDULE = {
 } | {"sampling.scheduler", "sampling.simulate"}
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
 
-TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
+TURNS = {"agents.observation", "agents.as_json", "agents.episode", "agents.image_parts"}
 """Turns of episodes as plain data."""
 
 GROUND = {

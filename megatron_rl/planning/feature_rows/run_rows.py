@@ -167,10 +167,7 @@ ROWS = (
         "images in prompts",
         {IMAGES: "images"},
         where(IMAGES, None),
-        excludes=(
-            Relation("multi_turn", "turns are tokens of text alone"),
-            Relation("teachers_prompt", "the places of images are those of the policy's prompt"),
-        ),
+        excludes=(Relation("teachers_prompt", "the places of images are those of the policy's prompt"),),
         of_model=(Requirement("a model that reads images", _blind),),
         of_layout=(
             Requirement(
