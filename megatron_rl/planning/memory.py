@@ -25,7 +25,7 @@ from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, TOWER, UPDATE, Held
 from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, made_to_send, resident_bytes
 
-GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
+GEN, RESHARD, INIT, SAVE, IMAGES = "gen", "reshard", "init", "save", "images"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
 
 
@@ -85,7 +85,7 @@ def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
     """Return the phases that these roles can have, in the order of a step."""
     scores = sorted((role.kind.scored, place, role.score.phase) for place, role in enumerate(roles) if role.score)
     updates = sorted((role.kind.updated, place, role.update.phase) for place, role in enumerate(roles) if role.update)
-    return [INIT, RESHARD, GEN, *(phase for *_, phase in (*scores, *updates)), SAVE]
+    return [INIT, IMAGES, RESHARD, GEN, *(phase for *_, phase in (*scores, *updates)), SAVE]
 
 
 def without_moments(held: Held) -> Held:
@@ -134,6 +134,8 @@ class MemoryOfStage:
         }
         if following := self._following(held):
             phases[RESHARD] = max(phases.get(RESHARD, {}), following, key=lambda moment: sum(moment.values()))
+        if self.pool is self.models.training and (images := self.models.images()):
+            phases[IMAGES] = held | ({"image pass": images.activation_bytes} if self.is_last else {})
         for role in self.roles:
             ledger = self.pool.ledger(role)
             if role.score is not None:

@@ -18,6 +18,7 @@ from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.delta_memory import sends_deltas, sent_last
 from megatron_rl.planning.fitting_changes import FittingChanges, changes_as_json
 from megatron_rl.planning.follower_transfers import follower_transfers
+from megatron_rl.planning.image_costs import ImageCosts
 from megatron_rl.planning.memory_report import GenerationMemory, LongestSequence, MemoryReport, amount
 from megatron_rl.planning.run_models import PoolModels, RunModels, host_copy_bytes
 from megatron_rl.planning.transition import TransitionPlan
@@ -107,6 +108,39 @@ def memory_section(memory: MemoryReport, fitting: FittingChanges | None) -> Sect
         tables,
         {"memory": memory.as_json() | {"changes": changes_as_json(fitting)}},
     )
+
+
+def image_section(images: ImageCosts | None, num_readers: int) -> Section:
+    """Return the images of a step, the tower, and their features; nothing where prompts are text.
+
+    num_readers: data-parallel ranks, each of which reads its share.
+    """
+    if images is None:
+        return Section()
+    tower, assumed = images.form.tower, "assumed: one in each prompt, all new"
+    sizes = f"{images.num_tokens} tokens ({images.num_patches} patches) each; {assumed}"
+    flops = f"{images.flops / 1e12:.4g} TFLOPs a step, on {num_readers} rank(s) of the last stage"
+    kept = f"{amount(images.feature_bytes)}"
+    rows: list[Row] = [
+        ("images", f"{images.num_images}", f"a step, {sizes}"),
+        ("vision tower", amount(tower.num_params * images.element), f"{tower.num_params:,} parameters; {flops}"),
+        ("features", kept, f"a step, in shared memory of the machines; {tower.feature_columns} numbers a token"),
+        ("patches", amount(images.patch_bytes), f"a step, to the tower; {images.form.patch_values} numbers each"),
+    ]
+    json = {
+        "num_images": images.num_images,
+        "tokens": images.num_tokens,
+        "most_tokens": images.most_tokens,
+        "patches": images.num_patches,
+        "tower_params": tower.num_params,
+        "tower_bytes": tower.num_params * images.element,
+        "flops": images.flops,
+        "feature_bytes": images.feature_bytes,
+        "patch_bytes": images.patch_bytes,
+        "readers": num_readers,
+        "calls": images.rounds(num_readers),
+    }
+    return Section(rows[:1], [layout_table(rows, "Images")], {"images": json})
 
 
 def cache_section(memory: GenerationMemory, longest: LongestSequence) -> Section:

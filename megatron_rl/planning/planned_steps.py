@@ -11,7 +11,7 @@ from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.planning.hardware import Hardware, planned_hardware
-from megatron_rl.planning.memory import GEN, RESHARD
+from megatron_rl.planning.memory import GEN, IMAGES, RESHARD
 from megatron_rl.planning.memory_report import memory_report
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_time import step_load, step_time, task_load, task_time
@@ -90,14 +90,15 @@ class PlannedSteps:
     def seconds(self, prompt: float, response: float) -> dict[str, float]:
         """Return phase -> planned seconds at these mean tokens, slowed by phases of other pools that run meanwhile.
 
-        Generation and resharding are left out where generation runs ahead: a step does not wait for all of them.
+        Generation and resharding are left out where generation runs ahead: a step does not wait for all of them. Passes
+        over images are, as the plan's number of images is assumed.
         """
         bound = self._config.data.max_response_length
         lengths = (max(1.0, prompt), min(max(1.0, response), bound))
         load = step_load(self._config, self._memory.tokens_of(lengths), lengths)
         time = step_time(self._models, self._hardware, load, self._transition)
-        ahead = {GEN, RESHARD} if self._config.samples_ahead else set()
-        return {name: bar.stop - bar.start for name, bar in time.timeline.bars.items() if name not in ahead}
+        left = {IMAGES} | ({GEN, RESHARD} if self._config.samples_ahead else set())
+        return {name: bar.stop - bar.start for name, bar in time.timeline.bars.items() if name not in left}
 
     def note(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Take the metrics of a step; return the planned seconds of its phases as metrics, and sentences for the

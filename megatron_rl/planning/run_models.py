@@ -20,6 +20,7 @@ from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.exchange_counts import ExchangeCounts, packed_bytes
+from megatron_rl.planning.image_costs import ImageCosts
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
 from megatron_rl.planning.teaching_costs import TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, TrainedWeights
@@ -195,6 +196,13 @@ class RunModels:
         """The adapters that generation reads; None: the policy's weights are trained, or adapters are merged."""
         ledger = self.training.ledger(self.actor_role)
         return ledger.weights if ledger.adapters and self.actor_role.lora.crosses_alone else None
+
+    def images(self, prompt: float | None = None) -> ImageCosts | None:
+        """Return what the images of a step cost; None where it reads none. prompt: mean tokens; None: the longest."""
+        if not self.placement.generates:
+            return None
+        folder = self.folders[self.actor_role.model_path].path
+        return ImageCosts.of(self.config, self.actor, self.element, prompt, folder)
 
     @property
     def keeps_base(self) -> bool:

@@ -39,6 +39,7 @@ from megatron_rl.planning.plan_sections import (
     delta_notes,
     elastic_notes,
     follower_section,
+    image_section,
     memory_section,
     pool_section,
     transfer_section,
@@ -51,11 +52,11 @@ from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_time import StepTime, generation, step_load, step_time, task_load, task_time
 from megatron_rl.planning.transition import TransitionPlan
 
-SCREEN = ("memory", "time", "pools", "batch", "followers", "cache", "transfer", "preset")
+SCREEN = ("memory", "time", "pools", "batch", "images", "followers", "cache", "transfer", "preset")
 """Sections in the order in which they are asked about."""
 JSON_KEYS = (
     *("stage", "batch", "pools", "groups", "memory", "transition", "time", "lacking_files", "ahead", "followers"),
-    "preset",
+    *("preset", "images"),
 )
 LARGEST = 3
 """Phases of a step that the screen names."""
@@ -233,6 +234,7 @@ class RunPlan(Plan):
             "pools": pool_section(models),
             "kept": Section(notes=kept + replay_notes(config, models.actor.shape)),
             "memory": memory_section(self.memory, self.fitting),
+            "images": image_section(models.images(self.lengths[0]), models.grid.dp_size),
             "cache": cache_section(self.memory, self.longest),
             "time": self._time_section(),
             **({} if self.ahead is None else {"ahead": async_section(self.ahead)}),

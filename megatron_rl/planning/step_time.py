@@ -1,8 +1,9 @@
 """Seconds of one step: of each phase on its pool, and the critical path through the pools.
 
-    reshard -> gen -> scores -> updates -> next step
-The four rounds follow each other: generation needs the weights, scores need the samples, updates need all scores, and
-a step ends when every role is updated. Inside a round pools work in parallel, and a pool runs its phases one by one.
+    images -> reshard -> gen -> scores -> updates -> next step
+The rounds follow each other: generation needs features of images and the weights, scores need the samples, updates
+need all scores, and a step ends when every role is updated. Inside a round pools work in parallel, and a pool runs its
+phases one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import Hardware, Overheads
-from megatron_rl.planning.memory import GEN, RESHARD, phase_order
+from megatron_rl.planning.memory import GEN, IMAGES, RESHARD, phase_order
 from megatron_rl.planning.run_models import PoolModels, RunModels, host_copy_bytes
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.time import FP32, Estimator, Layout, ModelCost
@@ -126,6 +127,11 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
         pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
+    if images := models.images(load.prompt):
+        estimator = estimator_of(models.training, models.actor_role, hardware, models.grid.cp_size)
+        busy = images.read(estimator.layout, hardware, estimator.dtype)
+        seconds[IMAGES], pools[IMAGES] = estimator.seconds(busy), (training,)
+        wants[IMAGES] = busy.work * models.grid.world_size / seconds[IMAGES]
     for transfer in follower_transfers(models):
         seconds[RESHARD] += transfer.seconds(hardware)
         pools[RESHARD] = tuple(dict.fromkeys((*pools[RESHARD], transfer.role.pool)))
@@ -136,7 +142,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
             seconds[phase] += num_calls * max(
                 dispatch_seconds(size.num_nodes, size.num_ranks_per_node, hardware) for size in sizes
             )
-    rounds = ({RESHARD}, {GEN}, scores, updates)
+    rounds = ({IMAGES}, {RESHARD}, {GEN}, scores, updates)
     return StepTime(
         {phase: seconds[phase] for phase in order},
         {phase: pools[phase] for phase in order},
@@ -197,6 +203,8 @@ def dispatch_seconds(num_nodes: int, per_node: int, hardware: Hardware) -> float
 def calls(models: RunModels, load: Load) -> dict[str, int]:
     """Return phase -> calls of the controller in one step: one for each mini-batch of an update."""
     num_calls = dict.fromkeys((RESHARD, GEN), 1)
+    if images := models.images(load.prompt):
+        num_calls[IMAGES] = images.rounds(models.grid.dp_size)
     for role in models.placement.megatron_roles:
         if role.score is not None:
             num_calls[role.score.phase] = 1
@@ -214,7 +222,7 @@ def offload_seconds(models: RunModels, hardware: Hardware) -> float:
         for pp_rank in range(len(offloaded)):
             offloaded[pp_rank] += sum(ledger.teacher_heads(pp_rank, resting=True).values())
             if role.megatron.param_offload:
-                offloaded[pp_rank] += ledger.num_params(pp_rank) * element
+                offloaded[pp_rank] += ledger.num_params(pp_rank) * element + ledger.held(pp_rank).tower
             if role.megatron.optimizer_offload and role.is_trained:
                 offloaded[pp_rank] += ledger.weights.optimizer_share(pp_rank) * optimizer_bytes(element)
                 offloaded[pp_rank] -= ledger.spared(pp_rank)

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import run_config
+from torch.utils.flop_counter import FlopCounterMode
 from vision_folders import save_qwen3_5_vl_folder, save_qwen3_vl_folder, save_qwen25_vl_folder
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import Placement
 from megatron_rl.model.tower import build_tower
 from megatron_rl.planning.folder_checks import read_model_folder
+from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.image_rules import image_problems
-from megatron_rl.planning.memory import planned_memory
+from megatron_rl.planning.memory import plan_stages, planned_memory
+from megatron_rl.planning.run_plan import plan_of
 
 READS = {"data__image_key": "images"}
 
@@ -34,6 +37,38 @@ def test_a_tower_is_in_the_plan_where_rows_have_images(tmp_path) -> None:
     for keys, expected in ((READS, size), ({}, None)):
         phases = planned_memory(run_config(path, 1, 1, **keys))["global_pool"]
         assert {held.get("actor vision tower") for held in phases.values()} == {expected}
+
+
+@pytest.mark.parametrize("save", [save_qwen25_vl_folder, save_qwen3_vl_folder, save_qwen3_5_vl_folder])
+def test_flops_of_a_pass_over_an_image_are_those_that_torch_counts(save, tmp_path) -> None:
+    """4 x 8 patches; the windows of Qwen2.5-VL have 16. Attention that makes its scores is counted as products."""
+    folder = ModelFolder(save(tmp_path / "model"))
+    form = folder.model.images
+    module = build_tower(folder.hf_config, torch.float32, torch.device("cpu"))
+    module.config._attn_implementation = "eager"
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        module(torch.zeros(32, form.patch_values), grid_thw=torch.tensor([[1, 4, 8]]))
+    planned = form.tower.matrix_flops(32) + form.tower.attention_flops(32)
+    assert planned == pytest.approx(counted.get_total_flops(), rel=1e-3)
+
+
+def test_images_of_a_step_are_planned_by_the_limits_of_pixels_and_prompts(tmp_path) -> None:
+    """One image in each prompt; a tower on the last stage of each data-parallel rank reads one image after another."""
+    path = save_qwen3_vl_folder(tmp_path / "model")  # 16 tokens an image at most, of 4 patches of 16 x 16
+    for keys, tokens in (({}, 16), ({"data__mm_processor_kwargs__max_pixels": 5 * 1024}, 5)):
+        config = run_config(path, 1, 2, **READS, **keys)
+        plan = plan_of(config, load_hardware("h100"))
+        images = plan.as_json()["images"]
+        num_prompts = config.batch_sizes.num_prompts
+        rows = num_prompts * tokens
+        assert (images["num_images"], images["tokens"], images["patches"]) == (num_prompts, tokens, 4 * tokens)
+        assert images["feature_bytes"] == rows * 2 * 128 * 4 and images["patch_bytes"] == 4 * rows * 1536 * 4
+        assert plan.seconds["images"] > 0 and plan.time.pools["images"] == ("global_pool",)
+        stages = plan_stages(plan.models)
+        held = [stage.phases["images"].get("image pass", 0) for stage in stages]
+        assert held[0] == 0 and held[1] >= rows // num_prompts * (4 * 1536 + 256) * 4
+    text = plan_of(run_config(path, 1, 2), load_hardware("h100"))
+    assert "images" not in text.as_json() and "images" not in text.seconds
 
 
 def test_layers_that_read_features_must_be_in_the_first_chunk(tmp_path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.model.families.family import Tower
 from megatron_rl.model.families.registry import inside_of
 from megatron_rl.model.families.rope import rope_of
+from megatron_rl.model.families.tower_sizes import TowerSizes
 
 TOKEN_KEYS = ("image_token_id", "video_token_id")
 """config.json's names of the tokens that stand for images and videos."""
@@ -21,7 +22,7 @@ class ImageForm:
     token: the id that stands for a part of an image. unsampled: ids that no policy may sample, as an image or video
     would be missing behind them. merge: merge x merge patches make one token. levels: how many of the first layers add
     features of their own to their output. sections: numbers of rotary angles of time, height and width. alternating:
-    angles belong to these in turn; else one after the other. num_params: parameters of the tower.
+    angles belong to these in turn; else one after the other. tower: sizes of the module that makes features.
     """
 
     token: int
@@ -33,7 +34,12 @@ class ImageForm:
     levels: int
     sections: tuple[int, ...]
     alternating: bool
-    num_params: int
+    tower: TowerSizes
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the tower."""
+        return self.tower.num_params
 
     @property
     def patch_values(self) -> int:
@@ -86,28 +92,5 @@ def image_form(settings: Mapping[str, Any]) -> ImageForm | None:
         len(given["deepstack_visual_indexes"]) if tower.has_levels else 0,
         tuple(sections) if isinstance(sections, list | tuple) else tower.sections,
         tower.alternating,
-        tower_params(tower, given),
+        TowerSizes.of(tower, given),
     )
-
-
-def tower_params(tower: Tower, given: Mapping[str, Any]) -> int:
-    """Return the parameters of patches, blocks and mergers in a tower. given: `vision_config` with defaults."""
-    keys = ("hidden_size", "intermediate_size", "out_hidden_size", "depth")
-    hidden, inner, out, depth = (int(given[key]) for key in keys)
-    merged = hidden * int(given["spatial_merge_size"]) ** 2
-    channels = int(given.get("in_channels", given.get("in_chans", 3)))
-    patch = channels * int(given["temporal_patch_size"]) * int(given["patch_size"]) ** 2 * hidden
-
-    def linear(num_in: int, num_out: int) -> int:
-        return num_in * num_out + num_out
-
-    attention = linear(hidden, 3 * hidden) + linear(hidden, hidden)
-    merging = linear(merged, merged) + linear(merged, out)
-    if tower.gated:
-        mlp = 2 * linear(hidden, inner) + linear(inner, hidden)
-        return patch + depth * (attention + mlp + 2 * hidden) + hidden + merging
-    levels = len(given["deepstack_visual_indexes"]) if tower.has_levels else 0
-    mlp = linear(hidden, inner) + linear(inner, hidden)
-    patches = patch + hidden + int(given["num_position_embeddings"]) * hidden
-    blocks = depth * (attention + mlp + 4 * hidden)
-    return patches + blocks + 2 * hidden + merging + levels * (2 * merged + merging)

@@ -23,13 +23,13 @@ from megatron_rl.planning.layout_search.transition_seconds import (
     sent_seconds,
 )
 from megatron_rl.planning.memory import engine_bytes
-from megatron_rl.planning.role_ledger import StageHeld
+from megatron_rl.planning.role_ledger import SCORE, UPDATE, StageHeld
 from megatron_rl.planning.step_time import dispatch_seconds
 
 MOST_CUT = 512
 """Up to this many GPUs CP is tried for every layout; above, only where passes do not fit without it."""
-NO_WORK = (0.0, 0.0)
-"""`PoolChoice.work` where ranks share no cores."""
+PASSES, NO_WORK = (SCORE, UPDATE), (0.0, 0.0)
+"""Kinds of passes; `PoolChoice.work` where ranks share no cores."""
 DROP = "actor_rollout_ref.rollout.drop_train_weights"
 """A key whose values are not searched, but may be kept."""
 
@@ -53,7 +53,8 @@ class Generation:
 class PoolChoice:
     """One layout of a pool. options: role -> kind of pass -> how it is cut into micro-batches.
 
-    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the resharding.
+    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the resharding; of the
+    actor's, with the passes over images.
     """
 
     block: tuple[str, ...]
@@ -146,7 +147,7 @@ class Pools:
             return []
         if ROLLOUT in block:
             return list(self._generating(block, units, grid, roles, {}, (0.0, 0.0), rollout_sizes(self.work, shape)))
-        reshard = sent_seconds(self.work, self.moved, grid, shape) if ACTOR in block else 0.0
+        reshard = self._sent(grid, shape) if ACTOR in block else 0.0
         return [PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)]
 
     def _is_beaten(self, grid: Grid, cp: int, ways: Sequence[PoolChoice], kept: Sequence[PoolChoice]) -> bool:
@@ -154,9 +155,7 @@ class Pools:
         generate.
         """
         roles = self._roles(ways[0].block, grid, ways[0].shape)
-        score, update = (
-            sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in ("score", "update")
-        )
+        score, update = (sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in PASSES)
         others = {(choice.gen, choice.reshard) for choice in ways}
         return all(any(beats(one.vector, (score, update, *other, *NO_WORK)) for one in kept) for other in others)
 
@@ -205,6 +204,10 @@ class Pools:
         """What moves to generation in every step."""
         return self.adapter_bytes if self.work.keeps_base else self.actor_bytes.plus(self.adapter_bytes)
 
+    def _sent(self, grid: Grid, shape: GridShape) -> float:
+        """Return the seconds of passes over images, and of weights sent to a separate pool."""
+        return sent_seconds(self.work, self.moved, grid, shape) + self.work.image_seconds(grid, shape)
+
     def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[RoleOnLayout]:
         """Return the roles of a pool on one layout, without the rollout."""
         return [self.on_grid(name, grid, shape, block) for name in block if name in self.work.roles]
@@ -242,7 +245,7 @@ class Pools:
         if ACTOR in block:
             if min(room) < self._bucket:
                 return
-            reshard = sent_seconds(self.work, self.moved, grid, shape)
+            reshard = self._sent(grid, shape)
         yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
 
     def _fastest(self, roles: Sequence[RoleOnLayout], room: list[int]) -> dict[str, dict[str, Option]] | None:
@@ -321,6 +324,7 @@ class Pools:
             for generation in self._generations(tp, shape, grid, roles, in_place):
                 if in_place and grid is not None:
                     reshard = in_place_seconds(self.work, self.moved, grid, shape, tp)
+                    reshard += self.work.image_seconds(grid, shape)
                 else:
                     kept = self._base_shards[tp] if self.work.keeps_base else 0
                     reshard = received_seconds(self.work, self.shard(tp) - kept)
@@ -454,7 +458,7 @@ class Pools:
         moved = 0
         for role in roles:
             moved += max(
-                (held.parameters if PARAM_OFFLOAD in {*offloaded} & {*role.role.spec.kind.offloads} else 0)
+                (held.parameters + held.tower if PARAM_OFFLOAD in {*offloaded} & {*role.role.spec.kind.offloads} else 0)
                 + (held.moments + held.masters if "optimizer_offload" in offloaded else 0)
                 for held in role.held
             )
@@ -469,15 +473,13 @@ def stays(kind: RoleKind, held: StageHeld, offloaded: tuple[str, ...]) -> int:
     if "optimizer_offload" in offloaded:
         size -= held.moments + held.masters
     if PARAM_OFFLOAD in {*offloaded} & {*kind.offloads}:
-        size -= held.parameters
+        size -= held.parameters + held.tower
     return size
 
 
 def seconds_of(options: dict[str, dict[str, Option]]) -> tuple[float, float]:
     """Return the seconds of all scores and of all updates."""
-    score, update = (
-        sum(by_kind[kind].seconds for by_kind in options.values() if kind in by_kind) for kind in ("score", "update")
-    )
+    score, update = (sum(by_kind[kind].seconds for by_kind in options.values() if kind in by_kind) for kind in PASSES)
     return score, update
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.keys import value_of
@@ -20,13 +21,14 @@ from megatron_rl.planning.cache_rules import KVCacheSize
 from megatron_rl.planning.engine_rules import engine_tp_sizes
 from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.hardware import Hardware
+from megatron_rl.planning.image_costs import ImageCosts, readers
 from megatron_rl.planning.layout_rules import rollout_misfits
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.memory_report import usable_bytes
 from megatron_rl.planning.preflight import read_models
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
 from megatron_rl.planning.step_load import Load
-from megatron_rl.planning.step_time import layout_of, scored_load, step_load, updated_load
+from megatron_rl.planning.step_time import dispatch_seconds, layout_of, scored_load, step_load, updated_load
 from megatron_rl.planning.teaching_costs import TeachingCosts
 from megatron_rl.planning.time import Estimator, Layout, ModelCost
 from megatron_rl.planning.weights import ELEMENT_BYTES
@@ -217,6 +219,21 @@ class SearchProblem:
     def load(self) -> Load:
         """Load of one step, with a cache that holds all sequences."""
         return step_load(self.config, 1 << 50, self.lengths)
+
+    @cached_property
+    def images(self) -> ImageCosts | None:
+        """What the images of a step cost; None where it reads none."""
+        actor = self.actor
+        return ImageCosts.of(self.config, actor.model, actor.element, self.lengths[0], Path(actor.sizes.path))
+
+    def image_seconds(self, grid: Grid, shape: GridShape) -> float:
+        """Return the seconds of the tower's passes and their calls, where the actor has this layout."""
+        if self.images is None:
+            return 0.0
+        estimator = self.estimator(self.actor, grid, shape)
+        busy = self.images.read(estimator.layout, self.hardware, estimator.dtype)
+        calls = self.images.rounds(readers(estimator.layout))
+        return estimator.seconds(busy) + calls * dispatch_seconds(shape.num_nodes, shape.per_node, self.hardware)
 
     @cached_property
     def may_run_ahead(self) -> bool:

@@ -117,7 +117,9 @@ QWEN2_5_TOWER = Tower(
     sections=(16, 24, 24),
     alternating=False,
     gated=True,
-    defaults=MERGED | {"patch_size": 14, "depth": 32, "hidden_size": 3584, "intermediate_size": 3420},
+    defaults=MERGED
+    | {"patch_size": 14, "depth": 32, "hidden_size": 3584, "intermediate_size": 3420}
+    | {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
 )
 QWEN3_TOWER = Tower(
     "qwen3_vl",
