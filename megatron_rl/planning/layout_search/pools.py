@@ -17,6 +17,7 @@ from megatron_rl.planning.layout_search.role_on_layout import Option, RoleOnLayo
 from megatron_rl.planning.layout_search.search_problem import LEVELS, SearchProblem, rollout_sizes
 from megatron_rl.planning.layout_search.transition_seconds import (
     ActorBytes,
+    image_seconds,
     in_place_seconds,
     received_seconds,
     rollout_shard,
@@ -206,7 +207,7 @@ class Pools:
 
     def _sent(self, grid: Grid, shape: GridShape) -> float:
         """Return the seconds of passes over images, and of weights sent to a separate pool."""
-        return sent_seconds(self.work, self.moved, grid, shape) + self.work.image_seconds(grid, shape)
+        return sent_seconds(self.work, self.moved, grid, shape) + image_seconds(self.work, grid, shape)
 
     def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[RoleOnLayout]:
         """Return the roles of a pool on one layout, without the rollout."""
@@ -324,7 +325,7 @@ class Pools:
             for generation in self._generations(tp, shape, grid, roles, in_place):
                 if in_place and grid is not None:
                     reshard = in_place_seconds(self.work, self.moved, grid, shape, tp)
-                    reshard += self.work.image_seconds(grid, shape)
+                    reshard += image_seconds(self.work, grid, shape)
                 else:
                     kept = self._base_shards[tp] if self.work.keeps_base else 0
                     reshard = received_seconds(self.work, self.shard(tp) - kept)

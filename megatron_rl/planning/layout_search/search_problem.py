@@ -21,14 +21,14 @@ from megatron_rl.planning.cache_rules import KVCacheSize
 from megatron_rl.planning.engine_rules import engine_tp_sizes
 from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.hardware import Hardware
-from megatron_rl.planning.image_costs import ImageCosts, readers
+from megatron_rl.planning.image_costs import ImageCosts
 from megatron_rl.planning.layout_rules import rollout_misfits
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.memory_report import usable_bytes
 from megatron_rl.planning.preflight import read_models
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
 from megatron_rl.planning.step_load import Load
-from megatron_rl.planning.step_time import dispatch_seconds, layout_of, scored_load, step_load, updated_load
+from megatron_rl.planning.step_time import layout_of, scored_load, step_load, updated_load
 from megatron_rl.planning.teaching_costs import TeachingCosts
 from megatron_rl.planning.time import Estimator, Layout, ModelCost
 from megatron_rl.planning.weights import ELEMENT_BYTES
@@ -188,6 +188,8 @@ class SearchProblem:
         self.bytes_of_passes: dict[tuple[object, ...], list[int]] = {}
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
+        folder = Path(self.actor.sizes.path)
+        self.images = ImageCosts.of(config, self.actor.model, self.actor.element, lengths[0], folder)
         self.rollout = next(spec for spec in specs if spec.kind.generates)
 
     @cached_property
@@ -219,21 +221,6 @@ class SearchProblem:
     def load(self) -> Load:
         """Load of one step, with a cache that holds all sequences."""
         return step_load(self.config, 1 << 50, self.lengths)
-
-    @cached_property
-    def images(self) -> ImageCosts | None:
-        """What the images of a step cost; None where it reads none."""
-        actor = self.actor
-        return ImageCosts.of(self.config, actor.model, actor.element, self.lengths[0], Path(actor.sizes.path))
-
-    def image_seconds(self, grid: Grid, shape: GridShape) -> float:
-        """Return the seconds of the tower's passes and their calls, where the actor has this layout."""
-        if self.images is None:
-            return 0.0
-        estimator = self.estimator(self.actor, grid, shape)
-        busy = self.images.read(estimator.layout, self.hardware, estimator.dtype)
-        calls = self.images.rounds(readers(estimator.layout))
-        return estimator.seconds(busy) + calls * dispatch_seconds(shape.num_nodes, shape.per_node, self.hardware)
 
     @cached_property
     def may_run_ahead(self) -> bool:

@@ -1,4 +1,5 @@
-"""Seconds of a resharding as the search of `map` judges them: closed forms of the policy's bytes.
+"""Seconds before generation as the search of `map` judges them: passes over images, and a resharding by closed forms
+of the policy's bytes.
 
 in place       a rank receives M / t_g less what it holds; bytes that its node does not have cross the network once
                for the node's ranks that need the same, and are passed on inside
@@ -15,9 +16,11 @@ from dataclasses import astuple, dataclass
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.parallel.sharding import Place, shard_of
+from megatron_rl.planning.image_costs import readers
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.role_on_layout import sampled_stages
 from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
+from megatron_rl.planning.step_time import dispatch_seconds
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import EMBEDDING, LAYER, aligned
 
@@ -95,3 +98,13 @@ def sent_seconds(work: SearchProblem, actor: ActorBytes, grid: Grid, shape: Grid
     """Return the seconds of a training rank that sends to a separate pool."""
     stages = (actor.stage(work.actor, grid, pp_rank) for pp_rank in sampled_stages(grid.pp))
     return max(stages) / (shape.num_ranks // grid.pp) / work.hardware.network_bandwidth / LINK_EFFICIENCY
+
+
+def image_seconds(work: SearchProblem, grid: Grid, shape: GridShape) -> float:
+    """Return the seconds of the tower's passes and their calls, where the actor has this layout; 0 without images."""
+    if work.images is None:
+        return 0.0
+    estimator = work.estimator(work.actor, grid, shape)
+    busy = work.images.read(estimator.layout, work.hardware, estimator.dtype)
+    calls = work.images.rounds(readers(estimator.layout))
+    return estimator.seconds(busy) + calls * dispatch_seconds(shape.num_nodes, shape.per_node, work.hardware)
