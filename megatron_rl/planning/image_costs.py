@@ -1,4 +1,4 @@
-"""What the images of a step cost: passes of the vision tower, and features that ranks keep for other roles and engines.
+"""Costs of the images of a step: passes of the vision tower, and features that ranks keep for other roles and engines.
 
 How many images prompts have, and of which size, is not in a configuration. A plan counts one in each prompt, all of
 them new, with as many tokens as the limit of pixels and the length of the prompt allow.
@@ -25,7 +25,9 @@ ROUND_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ImageCosts:
-    """The images of a step. num_tokens: of each, in mean; most_tokens: of the largest. element: bytes of a feature."""
+    """The images of a step. num_tokens: mean tokens of an image; most_tokens: tokens of the largest one. element: bytes
+    of a feature.
+    """
 
     form: ImageForm
     num_images: int
@@ -107,7 +109,7 @@ def readers(layout: Layout) -> int:
 
 
 def most_pixels(folder: Path | None) -> int | None:
-    """Return the most pixels of an image by the image processor of a folder; None: it does not say."""
+    """Return the most pixels of an image by the image processor of a folder; None: it sets no limit."""
     if folder is None:
         return None
     with suppress(UnreadableFileError, OSError):

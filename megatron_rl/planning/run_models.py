@@ -198,7 +198,7 @@ class RunModels:
         return ledger.weights if ledger.adapters and self.actor_role.lora.crosses_alone else None
 
     def images(self, prompt: float | None = None) -> ImageCosts | None:
-        """Return what the images of a step cost; None where it reads none. prompt: mean tokens; None: the longest."""
+        """Return the costs of the images of a step; None where it reads none. prompt: mean tokens; None: longest."""
         if not self.placement.generates:
             return None
         folder = self.folders[self.actor_role.model_path].path

@@ -1,4 +1,4 @@
-"""The sizes of a vision tower, as config.json has them: parameters, FLOPs of an image, and what its features need."""
+"""The sizes of a vision tower, as config.json has them: parameters, FLOPs of an image, size of its features."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from megatron_rl.model.families.family import Tower
 
 @dataclass(frozen=True)
 class TowerSizes:
-    """The numbers that decide what a tower costs.
+    """The numbers that decide the costs of a tower.
 
-    hidden, inner, depth: of its blocks. out: of the language model. merged: columns of the patches that make a token.
-    values: of a patch. places: positions with an embedding; 0: none. levels: further rows of features of a token.
+    hidden, inner, depth: sizes and number of its blocks. out: the language model's hidden size. merged: columns of the
+    patches that make a token. values: numbers in a patch. places: positions with an embedding; 0: none. levels: further
+    rows of features of a token.
     gated: its MLPs are, and its norms have no biases. whole: blocks in which a patch sees its whole image; in the
     others it sees `window` patches.
     """

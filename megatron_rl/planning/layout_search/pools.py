@@ -54,8 +54,8 @@ class Generation:
 class PoolChoice:
     """One layout of a pool. options: role -> kind of pass -> how it is cut into micro-batches.
 
-    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the resharding; of the
-    actor's, with the passes over images.
+    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the resharding; that of the
+    actor's pool includes the passes over images.
     """
 
     block: tuple[str, ...]

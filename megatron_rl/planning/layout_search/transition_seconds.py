@@ -1,5 +1,4 @@
-"""Seconds before generation as the search of `map` judges them: passes over images, and a resharding by closed forms
-of the policy's bytes.
+"""Seconds before generation as the search of `map` judges them: passes over images, and closed forms of a resharding.
 
 in place       a rank receives M / t_g less what it holds; bytes that its node does not have cross the network once
                for the node's ranks that need the same, and are passed on inside
