@@ -56,7 +56,8 @@ class Driver:
     """Entering starts the thread, which first has all replicas build their engines; leaving ends it.
 
     slots: the replicas and their states. queue: the requests. check_pools: raises if another pool has failed; the main
-    thread calls it while it waits. second_buffer: replicas receive weights into a second buffer.
+    thread calls it while it waits. second_buffer: replicas receive weights into a second buffer. while_waiting: the
+    main thread calls it while it waits for anything but a transfer.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Driver:
         self._error: BaseException | None = None
         self._ends = False
         self._is_sending = False
+        self.while_waiting: Callable[[], None] = lambda: None
         self._next_check = 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
@@ -104,6 +106,8 @@ class Driver:
                 self._raise_if_ended()
                 self._changed.wait(0.2)
                 self._check_pools()
+                if not self._is_sending:
+                    self.while_waiting()
                 if meanwhile is not None:
                     meanwhile()
             self._raise_if_ended()

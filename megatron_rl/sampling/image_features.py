@@ -107,6 +107,10 @@ class ImageFeatures:
             _, dropped = self._known.popitem(last=False)
             size, num_unneeded = size - bytes_of(dropped), num_unneeded - 1
 
+    def has(self, pieces: Pieces) -> bool:
+        """Return whether `need` has the features of these images."""
+        return all(piece.digest in self._known for piece in pieces)
+
     def inputs(self, pieces: Pieces) -> tuple[ImageInput, ...]:
         """Return the images of a request, of which `need` has the features."""
         return tuple(ImageInput(piece, self._known[piece.digest]) for piece in pieces)

@@ -48,6 +48,10 @@ class ReplicaSampler(Sampler):
         self.metrics = AsyncMetrics(slots, self.logger.clock.ran, self.queue.scheduler.counts)
         self.speed_warning = SpeedWarning(self.rules.ahead)
         self._check_stop = check_stop
+        self._asked: UnscheduledRequests | None = None
+        if self._images is not None and self.answers.shown is not None:
+            self.queue.has_features = self._images.has
+            self.driver.while_waiting = self._read_late_images
 
     def next(self, step: int) -> SampledBatch:
         """The batch of a step, once it is complete."""
@@ -65,6 +69,13 @@ class ReplicaSampler(Sampler):
         self.metrics.waited(start, time.time())
         with self.driver.locked():
             return self.take(step)
+
+    def _read_late_images(self) -> None:
+        """Have the features of images that replies to turns show; the actor is idle, and the lock is this thread's."""
+        asked = () if self._asked is None else self._asked.unread
+        if self.queue.unread or asked:
+            self._read_images([*(reply.images for _, reply in self.queue.unread), *asked])
+            self.queue.take_replies()
 
     def _judges_here(self) -> bool:
         """Whether groups wait for scores of reward models, which this thread asks for."""
@@ -97,11 +108,14 @@ class ReplicaSampler(Sampler):
         self._read_images(pieces_of(prompts))
         how = (self.rules.awaits_turns, (), self._images_of)
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, *how)
+        if self._images is not None and self.answers.shown is not None:
+            asked.has_features, self._asked = self._images.has, asked
         with self.awaited.waiting(asked.episodes), self.driver.holding(version, drained=not self.rules.partial):
             self.driver.ask(asked.begin)
             while not self.driver.ask(lambda: generate_now(self.driver, asked, version)):
                 self.driver.wait_until(lambda: self.weights.is_wanted)
                 self.send_weights(version)
+            self._asked = None
             with self.driver.locked() as queue:
                 queue.scheduler.saved(version, interrupted=True)
         return self._with_images(asked.rows())
@@ -151,6 +165,8 @@ class ReplicaSampler(Sampler):
             self._read_images()  # replicas may begin these requests as soon as the lock is free
             queue.begin_episodes()
         self.driver.wait_until(lambda: self.queue.is_begun)
+        with self.driver.locked():
+            self._read_images()  # with which environments have begun episodes
         with self.driver.locked() as queue:
             queue.scheduler.version_ready(version)
 

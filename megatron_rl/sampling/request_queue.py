@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_rl.agents.episode import Reply
 from megatron_rl.agents.episodes import Episodes
+from megatron_rl.images import Pieces
 from megatron_rl.records import Batch
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Slice, SliceReport
 from megatron_rl.sampling.in_flight import InFlightBatches
@@ -23,7 +25,8 @@ class RequestQueue:
     episodes: answers turns; None: the first turn of a request is its last. num_late: requests of the batch taken last
     that were late, and left it. lengths: with them engines begin the longest requests first. begin_groups: adds groups
     that join batches to the responses; None: all exist when their batch begins. judge: gives verdicts that need no
-    wait; returns whether there was one.
+    wait; returns whether there was one. has_features: whether engines can be given these images; replies that show
+    others are kept in `unread` until they can.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class RequestQueue:
         self.lengths: LengthHistory | None = None
         self.begin_groups: Callable[[Sequence[GroupsJoined]], None] | None = None
         self.judge: Callable[[], bool] = lambda: False
+        self.has_features: Callable[[Pieces], bool] = lambda pieces: True
+        self.unread: list[tuple[int, Reply]] = []
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -96,8 +101,13 @@ class RequestQueue:
         """Take the replies to turns that exist; returns whether there was one. waits: until there is one, if a turn
         waits for its reply.
         """
+        waits &= not self.unread
         replies = [] if self.episodes is None else self.episodes.take(waits and self.episodes.is_open)
-        for request, reply in replies:
+        arrived, self.unread = [*self.unread, *replies], []
+        for request, reply in arrived:
+            if not self.has_features(reply.images):
+                self.unread.append((request, reply))
+                continue
             if reply.turn is None:
                 self.answers.episode(request).begin(reply)
                 self._beginning.discard(request)
@@ -107,7 +117,7 @@ class RequestQueue:
             self.apply_decisions()
             if is_finished:
                 self._end([request])
-        return bool(replies)
+        return len(self.unread) < len(arrived) or bool(replies)
 
     def lost(self, replica: int) -> None:
         """A replica died, with its engine."""
@@ -151,11 +161,14 @@ class RequestQueue:
         ended = (len(episode.log_probs), episode.finish == FINISHED_BY_LENGTH, reward)
         return Ended(request, episode.row, episode.token_ids, episode.group, *ended)
 
-    def _forget(self, requests: Iterable[int]) -> None:
+    def _forget(self, requests: Sequence[int]) -> None:
         """Drop the environments of requests that have ended or begin again."""
         if self.episodes is not None:
             for request in requests:
                 self.episodes.forget(request)
+            if self.unread:
+                gone = set(requests)
+                self.unread = [(request, reply) for request, reply in self.unread if request not in gone]
 
     def _submit(self, request: int) -> None:
         if self.episodes is None:

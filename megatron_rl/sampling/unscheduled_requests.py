@@ -3,7 +3,8 @@ baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from megatron_rl.agents.episode import Episode
@@ -14,6 +15,9 @@ from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
 from megatron_rl.sampling.in_flight import ImagesOf, SeedOf, new_episodes, responses_of, start_of
+
+UNREAD_S = 0.01
+"""Time between two looks at whether another thread has read the images of requests."""
 
 
 class UnscheduledRequests:
@@ -33,10 +37,13 @@ class UnscheduledRequests:
         earlier: Sequence[tuple[bytes, ...]] = (),
         images_of: ImagesOf = lambda pieces: (),
     ) -> None:
-        """episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are generated when all
+        """has_features: whether engines can be given these images; requests that show others wait.
+
+        episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are generated when all
         have their replies. earlier: of each row, see `Start`; empty: of none.
         """
         self._images_of = images_of
+        self.has_features: Callable[[Pieces], bool] = lambda pieces: True
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
         self._uid, self._seed_of = prompts["uid"], seed_of
         self._episodes, self._awaits_turns = episodes, awaits_turns
@@ -57,6 +64,14 @@ class UnscheduledRequests:
         """One for each row of prompts."""
         return list(self._rows.values())
 
+    def _is_ready(self, request: int, episode: Episode) -> bool:
+        return not episode.finish and request not in self._away and self.has_features(episode.images or ())
+
+    @property
+    def unread(self) -> list[Pieces]:
+        """The images of rows that wait for features."""
+        return [pieces for pieces in self.images if not self.has_features(pieces)]
+
     @property
     def images(self) -> list[Pieces]:
         """The images of the rows that show some."""
@@ -69,7 +84,7 @@ class UnscheduledRequests:
         rows, shares, first = list(self._rows.items()), [], 0
         for size in chunk_sizes(len(rows), num_replicas):
             own = rows[first : first + size]
-            ready = [(request, e) for request, e in own if not e.finish and request not in self._away]
+            ready = [(request, e) for request, e in own if self._is_ready(request, e)]
             shares.append(
                 tuple(
                     start_of(request, e, self._seed_of, self._earlier.get(request, ()), self._images_of)
@@ -125,5 +140,7 @@ def generate_now(driver: Driver, asked: UnscheduledRequests, version: int) -> bo
                 is_idle = False
         while driver.has_calls:
             driver.collect(timeout=1.0)
-        asked.take_replies(waits=is_idle)
+        if is_idle and asked.unread:
+            time.sleep(UNREAD_S)
+        asked.take_replies(waits=is_idle and not asked.unread)
     return True
