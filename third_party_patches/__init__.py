@@ -27,6 +27,8 @@ COMMON_PATCHES = (
     "third_party_patches.vllm.routed_experts_everywhere",
     "third_party_patches.vllm.keys_for_values",
     "third_party_patches.vllm.worlds_of_gpt_oss",
+    "third_party_patches.vllm.slots_in_a_block",
+    "third_party_patches.vllm.reports_at_the_end",
 )
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",

@@ -8,6 +8,7 @@ values that it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -29,6 +30,7 @@ from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.draft_meter import DraftMeter
 from megatron_rl.rollout.image_inputs import prompt_of
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
+from third_party_patches.vllm.reports_at_the_end import report_rest
 
 
 def sampling_params(
@@ -61,6 +63,16 @@ def token_log_probs(answer: CompletionOutput) -> list[float]:
         raise RuntimeError(f"vLLM's log-probs are not those of the tokens that it sampled: {answer}")
     log_probs: list[float] = flat.logprobs
     return log_probs
+
+
+@dataclass
+class NewTokens:
+    """Additions of one slice so far, by the number of the request; see `Drawn`."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    log_probs: dict[int, list[float]] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    experts: dict[int, ColumnPiece] = field(default_factory=dict)
 
 
 class InFlightRequests:
@@ -115,39 +127,46 @@ class InFlightRequests:
         for start in now:
             self._start(start, order.version, kind)
         names = dict(self._names)
-        tokens: dict[int, list[int]] = {}
-        log_probs: dict[int, list[float]] = {}
-        finish: dict[int, str] = {}
-        experts: dict[int, ColumnPiece] = {}
+        new = NewTokens()
         num_steps = 0
         with counting("responses", len(self._names) + len(later)):
             while (self._names or later) and num_steps != order.num_steps:
                 for output in self._engine.step():
-                    assert isinstance(output, RequestOutput)
-                    request, (answer,) = int(output.request_id), output.outputs
-                    tokens.setdefault(request, []).extend(answer.token_ids)
-                    log_probs.setdefault(request, []).extend(token_log_probs(answer))
-                    if output.finished:
-                        finish[request] = finish_of(request, answer)
-                        del self._names[request]
-                        finished_one()
-                        if request in self._routed:
-                            self._routed.remove(request)
-                            experts[request] = experts_of_tokens(answer.routed_experts, self._routed_layers)
+                    self._take(output, new)
                 num_steps += 1
                 names |= self._start_all(later, order.version, kind)
                 later = ()
+        rest, order_of_names = report_rest(self._engine)
+        for output in rest:
+            self._take(output, new)
         self._start_all(later, order.version, kind)  # of a slice without a step
         self._images.clear()  # a request keeps those that it names
         self._wait_for_steps()
-        for request in self._routed.intersection(tokens):
-            experts[request] = experts_of_tokens(self._experts_so_far(request), self._routed_layers)
+        for request in self._routed.intersection(new.token_ids):
+            new.experts[request] = experts_of_tokens(self._experts_so_far(request), self._routed_layers)
+        requests = {name: request for request, name in names.items()}
         drawn: dict[int, Drawn] = {}
-        for request, new in tokens.items():
-            drafts = None if self._meter is None else self._meter.take(names[request], len(new))
-            ended = finish.get(request, "")
-            drawn[request] = Drawn(tuple(new), tuple(log_probs[request]), ended, experts.get(request), drafts)
+        order_of_requests = (requests[name] for name in order_of_names if name in requests)  # not of calls by others
+        for request in dict.fromkeys([*order_of_requests, *new.token_ids]):
+            token_ids = new.token_ids[request]
+            drafts = None if self._meter is None else self._meter.take(names[request], len(token_ids))
+            log_probs, ended = tuple(new.log_probs[request]), new.finish.get(request, "")
+            drawn[request] = Drawn(tuple(token_ids), log_probs, ended, new.experts.get(request), drafts)
         return drawn, num_steps
+
+    def _take(self, output: Any, new: NewTokens) -> None:
+        """Add vLLM's output of a request to those of the slice."""
+        assert isinstance(output, RequestOutput)
+        request, (answer,) = int(output.request_id), output.outputs
+        new.token_ids.setdefault(request, []).extend(answer.token_ids)
+        new.log_probs.setdefault(request, []).extend(token_log_probs(answer))
+        if output.finished:
+            new.finish[request] = finish_of(request, answer)
+            del self._names[request]
+            finished_one()
+            if request in self._routed:
+                self._routed.remove(request)
+                new.experts[request] = experts_of_tokens(answer.routed_experts, self._routed_layers)
 
     def _experts_so_far(self, request: int) -> numpy.ndarray | None:
         """Take the experts of an unfinished request's tokens since the last call: vLLM collects them, step by step, for
