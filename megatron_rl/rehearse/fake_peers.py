@@ -7,7 +7,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine import offload, stable_memory, verify
@@ -16,7 +19,7 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.weight_transfer import Offer
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.rehearse.rehearsed_transfer import JointRanks, fake_joint_group, names_of, same_place
-from megatron_rl.roles import distillation_terms, policy_followers, received_weights
+from megatron_rl.roles import distillation_terms, model_source, policy_followers, received_weights
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
@@ -28,6 +31,7 @@ def replace_peers(mode: RehearsalMode, members: Sequence[Sequence[Member]], join
     none where weights are not shared. joint: the ranks of the weight transfer between pools; None: there is none.
     """
     _load_no_weights()
+    _attend_without_scores()
     _post_together(mode)
     _count_blocks(mode)
     _know_members(members, joint)
@@ -40,6 +44,21 @@ def _load_no_weights() -> None:
     """Parameters have no memory: there is nothing to read into them."""
     setattr(UnloadedModel, "load", lambda model: None)  # noqa: B010  mypy: it is a method
     vars(distillation_terms)["read_rows"] = lambda *arguments: None
+    vars(model_source)["read_tower"] = lambda *arguments: None
+
+
+def _attend_without_scores() -> None:
+    """Let vision towers attend by the kernel that torch takes on CUDA: a torch for CPUs takes one that makes scores."""
+    attend = functional.scaled_dot_product_attention
+
+    def of_cuda(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Any:
+        asked = {name: option for name, option in options.items() if name != "scale" and option}
+        if others or asked or not query.is_cuda:
+            return attend(query, key, value, *others, **options)
+        by_flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return by_flash(query, key, value, 0.0, False, scale=options.get("scale"))[0]
+
+    vars(functional)["scaled_dot_product_attention"] = of_cuda
 
 
 def _know_members(members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:

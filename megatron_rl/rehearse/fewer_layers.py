@@ -13,14 +13,15 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import inside_of
 
-LAYERS = "num_hidden_layers"
+LAYERS, VISION, LEVELS = "num_hidden_layers", "vision_config", "deepstack_visual_indexes"
 
 
 def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
     """Write folders with the config.json of every model, cut to that many layers a stage; returns overrides with them.
 
     layers_per_stage: layers of each chunk of a stage; embedding and loss are among them where they count as layers.
-    Settings with an entry for each layer are cut, too. Raises ConfigError where a model has fewer layers than that.
+    Settings with an entry for each layer are cut, too, and a vision tower's features for layers. Raises ConfigError
+    where a model has fewer layers than that.
     """
     overrides: dict[str, str] = {}
     for role in Placement.of(config).roles.values():
@@ -37,7 +38,9 @@ def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) ->
                 f"{num_layers}; try: leave --layers out"
             )
         target.mkdir(exist_ok=True)
-        (target / "config.json").write_text(json.dumps(cut_settings(model.content, wanted)))
+        (target / "config.json").write_text(
+            json.dumps(with_fewer_levels(cut_settings(model.content, wanted), layers_per_stage))
+        )
         overrides.setdefault(role.model_key, str(target))
         uneven = [name for name in UNEVEN_STAGES if role.is_trained and getattr(role.megatron, name) is not None]
         overrides |= {f"{role.key}.megatron.{name}": str(layers_per_stage) for name in uneven}
@@ -65,6 +68,14 @@ def cut_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     before = settings[LAYERS]
     per_layer = {key: value[:num_layers] for key, value in settings.items() if _is_per_layer(value, before)}
     return settings | per_layer | {LAYERS: num_layers}
+
+
+def with_fewer_levels(settings: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return settings whose vision tower makes features for at most that many layers: the first stage has no more."""
+    vision = settings.get(VISION)
+    if not isinstance(vision, dict) or not isinstance(vision.get(LEVELS), list):
+        return settings
+    return settings | {VISION: vision | {LEVELS: vision[LEVELS][:most]}}
 
 
 def _is_per_layer(value: Any, num_layers: int) -> bool:

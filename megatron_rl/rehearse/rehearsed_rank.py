@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.columns import COLUMNS
@@ -14,6 +15,7 @@ from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.observe.memory_ledger import PhaseMemory
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import Batch
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
@@ -30,12 +32,13 @@ from megatron_rl.rehearse.synthetic_batches import (
     synthetic_pairs,
     vocabulary_of,
 )
+from megatron_rl.rehearse.synthetic_images import add_images, images_alone, reads_images
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
 
-RESHARD, LEAVE, SAVE = "reshard", "leave", "save"
-"""Phases of entering and leaving rollout mode, and of a save."""
+RESHARD, LEAVE, SAVE, IMAGES = "reshard", "leave", "save", "images"
+"""Phases of entering and leaving rollout mode, of a save, and of the pass over images."""
 WARM_UP = "first "
 """Begins the name of the first update of a role, whose rows are uneven and which makes Adam's moments."""
 
@@ -65,6 +68,7 @@ class RehearsedRank:
     ) -> None:
         """joint: the ranks of the weight transfer to a rollout in another pool; None: there is none."""
         self.config, self.mode, self.joint = config, mode, joint
+        self.images = RunModels(config).images()
         self.seconds: dict[str, float] = {}
         self.host: RehearsedHost = self._phase(
             "start", lambda: RehearsedHost(config, pool=pool, environment=environment)
@@ -82,6 +86,8 @@ class RehearsedRank:
         for role in self.trained:
             self._update(role, WARM_UP, UNEVEN)
         self.taken = {"init": self._take_memory()["init"]}
+        if self.images is not None and ACTOR in self.host.roles:
+            self._call(self.host.spec.role(ACTOR), IMAGES, "image_features", images_alone(self.images))
         for role in roles:
             if role.score is not None:
                 batch = self._batch(role, role.score, self.config.batch_sizes.num_samples)
@@ -147,7 +153,11 @@ class RehearsedRank:
         read = COLUMNS.read_by(*spec.call.reads)
         taught = {name: value for name, value in of_teachers(self.config).items() if name in read}
         lengths = lengths_of(self.config, spec, num, shares)
-        return synthetic_batch(lengths, vocab_size, spec.call.made_up, taught)
+        batch = synthetic_batch(lengths, vocab_size, spec.call.made_up, taught)
+        if self.images is not None and "image_features" in read and reads_images(role, self.config):
+            prompts = [prompt for prompt, _ in lengths]
+            add_images(batch, self.images, prompts, getattr(torch, role.megatron.dtype))
+        return batch
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
         self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))

@@ -137,10 +137,7 @@ class ModelSource:
         module = build_tower(config, getattr(torch, self.megatron.dtype), self.device.torch_device)
         tower = tower_of(config.architectures)
         assert tower is not None and form is not None  # else no module is built
-        folder = HFFolder(self.path)
-        for name, parameter in module.named_parameters():
-            whole = tuple((0, size) for size in parameter.shape)
-            folder.copy_box(tower.prefix + name, whole, tuple(parameter.shape), parameter.data)
+        read_tower(self.path, tower.prefix, module)
         return VisionTower(module, form)
 
     def language_model(self, bitwise: bool = False) -> UnloadedModel:
@@ -236,3 +233,11 @@ def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[
             parameter.partition_stride = 1
         elif tensor.is_expert:
             parameter.shared = True
+
+
+def read_tower(path: Path, prefix: str, module: torch.nn.Module) -> None:
+    """Read the weights of a vision tower from a folder, whole. prefix: stands before its names there."""
+    folder = HFFolder(path)
+    for name, parameter in module.named_parameters():
+        whole = tuple((0, size) for size in parameter.shape)
+        folder.copy_box(prefix + name, whole, tuple(parameter.shape), parameter.data)

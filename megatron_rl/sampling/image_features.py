@@ -135,6 +135,11 @@ class ImageFeatures:
         return RemoteColumn.of_pieces([[self._known[piece.digest] for piece in pieces] for pieces in shown])
 
 
+def passes_metric(images: ImageFeatures | None) -> dict[str, float]:
+    """Return how many images the tower has read since the start, as a metric; {} where prompts are text."""
+    return {} if images is None else {"images/tower_passes": float(images.num_passes)}
+
+
 def bytes_of(piece: ColumnPiece) -> int:
     """Return the bytes of a piece of a column."""
     return piece.length * torch.Size(piece.part.shape[1:]).numel() * piece.part.dtype.itemsize

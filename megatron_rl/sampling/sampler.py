@@ -31,7 +31,7 @@ from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts, ImageInput
 from megatron_rl.sampling.filtered_batches import FilteredBatches, GroupPrompts
 from megatron_rl.sampling.group_judge import GroupJudge, keeps_of
-from megatron_rl.sampling.image_features import ImageFeatures
+from megatron_rl.sampling.image_features import ImageFeatures, passes_metric
 from megatron_rl.sampling.image_tensors import TurnImages
 from megatron_rl.sampling.in_flight import InFlightBatches, images_in_flight
 from megatron_rl.sampling.journal import Journal, reply_event
@@ -385,7 +385,7 @@ class Sampler:
 
     def _describe_responses(self, step: int) -> dict[str, float]:
         """Return metrics of draft tokens and episodes. Warn of failed episodes; raise RewardError for too many."""
-        metrics = draft_metrics(self.answers.drafts(step))
+        metrics = draft_metrics(self.answers.drafts(step)) | passes_metric(self._images)
         if self.episodes is None:
             return metrics
         episodes = self._sampled_episodes(step)

@@ -23,13 +23,16 @@ def keys_of(folder: Path, save=save_qwen25_vl_folder, side: int = 28, **options)
 @pytest.mark.exhaustive
 def test_two_steps_of_a_run_with_images(command_line, tmp_path) -> None:
     """Engine beside trainer, and the export beside transformers, which reads the pictures themselves; the run says what
-    it compared. Would not catch a model that learns nothing.
+    it compared. The tower reads each of the 16 pictures once, for all samples, epochs, steps and the validation. Would
+    not catch a model that learns nothing.
     """
-    keys = (*keys_of(tmp_path), *LOCAL, "trainer.total_training_steps=2", "actor_rollout_ref.rollout.n=4")
+    often = ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_epochs=3")
+    keys = (*keys_of(tmp_path), *LOCAL, "trainer.total_training_steps=2", *often)
     run = command_line(*keys, config=CONFIG)
     assert run.wait() == 0, run.text()
     steps = metrics(run)
     assert all(steps[step]["training/rollout_logprob_diff_max"] <= 5e-5 for step in (1, 2))
+    assert [steps[step]["images/tower_passes"] for step in (1, 2)] == [16, 16]
 
 
 @pytest.mark.parametrize(

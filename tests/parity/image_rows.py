@@ -18,6 +18,7 @@ from vision_folders import (
     save_qwen3_5_moe_vl_folder,
     save_qwen3_5_vl_folder,
     save_qwen3_vl_folder,
+    save_qwen3_vl_moe_folder,
     save_qwen25_vl_folder,
 )
 
@@ -42,10 +43,14 @@ IMAGES = tuple(
         (save_qwen25_vl_folder, "PP2, padded", (2, 1, 2), {}, PADDED, UPDATE, WEEKLY),
         (save_qwen3_vl_folder, "TP2xDP2", (4, 2, 1), {}, {}, FEATURES, LONG),
         (save_qwen25_vl_folder, "PP2", (2, 1, 2), {}, {}, FEATURES, WEEKLY),
+        # From transformers' own in float64, ours are at most 1.61e-5 and all together 5.6e-6, transformers' in float32
+        # 1.73e-5 and 6.7e-6, so both may be 2e-5 apart.
         (save_qwen3_5_vl_folder, "one process", (1, 1, 1), {}, {}, ImageGradients(2e-5), WEEKLY),
         (save_qwen3_5_vl_folder, "TP2, PP2, padded", (4, 2, 2), {}, PADDED, UPDATE, WEEKLY),
         (save_qwen3_5_moe_vl_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, WEEKLY),
         (save_qwen3_5_moe_vl_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, UPDATE, LONG),
+        (save_qwen3_vl_moe_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, WEEKLY),
+        (save_qwen3_vl_moe_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, UPDATE, LONG),
         (save_qwen25_vl_folder, "CP2, all_gather", (2, 1, 1), CP2 | ALL_GATHER, {}, UPDATE, WEEKLY),
     )
 )

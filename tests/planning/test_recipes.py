@@ -33,6 +33,8 @@ NUM_GPUS = {
     "qwen3_32b_grpo": 32,
     "gpt_oss_20b_grpo": 8,
     "qwen3.5_35b_a3b_grpo": 16,
+    "qwen3.5_35b_a3b_geo3k_grpo": 16,
+    "qwen3_vl_8b_geo3k_grpo": 8,
     "llama3_70b_ppo": 64,
     "llama3_70b_distill": 72,
 }
