@@ -86,8 +86,9 @@ class RehearsedRank:
         for role in self.trained:
             self._update(role, WARM_UP, UNEVEN)
         self.taken = {"init": self._take_memory()["init"]}
-        if self.images is not None and ACTOR in self.host.roles:
-            self._call(self.host.spec.role(ACTOR), IMAGES, "image_features", images_alone(self.images))
+        actor = self.host.spec.role(ACTOR)
+        if self.images is not None and actor is not None:
+            self._call(actor, IMAGES, "image_features", images_alone(self.images))
         for role in roles:
             if role.score is not None:
                 batch = self._batch(role, role.score, self.config.batch_sizes.num_samples)
