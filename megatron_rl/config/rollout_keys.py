@@ -104,6 +104,9 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; -1: all tokens."""
     tensor_model_parallel_size: Size = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
     """Tensor parallel size of generation; it may differ from the training TP."""
+    expert_parallel_size: Size = 1
+    """Expert parallel size of generation: 1, where TP cuts every expert, or tensor_model_parallel_size, where every
+    rank holds its share of the experts whole. It may differ from the training EP and ETP. Responses are the same."""
     max_num_seqs: Annotated[int, Ge(1), AtMost(2**20)] = 256
     """Largest number of sequences that one replica decodes together."""
     max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
@@ -197,6 +200,10 @@ class RolloutConfig:
     0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+
+    def ep_size_at(self, tp_size: int) -> int:
+        """Return the expert parallel size at another TP size: that size where experts are whole on ranks, else 1."""
+        return tp_size if self.expert_parallel_size > 1 else 1
 
     @property
     def is_elastic(self) -> bool:

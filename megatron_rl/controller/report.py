@@ -182,7 +182,9 @@ def common_numbers(run: RunBase) -> dict[str, Any]:
         "dp": pool.world_size // (tp_size * pp_size * cp_size),
     }
     if ROLLOUT in placement.roles:
-        layout["rollout_tp"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        rollout = config.actor_rollout_ref.rollout
+        layout["rollout_tp"] = rollout.tensor_model_parallel_size
+        layout |= {"rollout_ep": rollout.expert_parallel_size} if rollout.expert_parallel_size > 1 else {}
     emulated = [
         role.name for pool in placement.pools.values() for role in pool.megatron_roles if role.megatron.fp8_emulate
     ]

@@ -8,15 +8,18 @@ Rollout of TP size t_g, in blocks of lcm(t, t_g) consecutive ranks, with k = lcm
     micro-DP groups   k consecutive ranks, which hold the same shard         TP4 -> TP2: [0,1], [2,3]
     rollout TP groups every k-th rank; where t_g divides t, each rank's      TP4 -> TP2: [0,2], [1,3]
                       shard is inside the rollout shard it serves
-Each rollout TP group is one replica: it generates for its own prompts.
+Each rollout TP group is one replica: it generates for its own prompts. Its ranks hold a part of every expert, or with
+expert parallelism whole experts: rank i of e_g = t_g the i-th share of them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.rollout_keys import RolloutConfig
 from megatron_rl.parallel.context_packs import pack_sizes
 from megatron_rl.parallel.sharding import Place
 
@@ -178,13 +181,17 @@ def train_grid(world_size: int, megatron: MegatronConfig) -> TrainGrid:
 class RolloutGrid:
     """The generation layout over the same ranks; raises ValueError when tp_size does not divide their number.
 
+    ep_size: 1, where TP cuts every expert, or tp_size, where every rank of a TP group holds its share of whole experts.
     Ranks ascend inside every group, because torch numbers the members of a group in that order.
     """
 
     train: TrainGrid
     tp_size: int
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
+        if self.ep_size not in (1, self.tp_size):
+            raise ValueError(f"rollout ep({self.ep_size}) is neither 1 nor rollout tp({self.tp_size})")
         if self.train.world_size % self.tp_size:
             raise ValueError(f"rollout tp({self.tp_size}) does not divide world_size({self.train.world_size})")
 
@@ -209,9 +216,26 @@ class RolloutGrid:
         return rank // self.block_size * self.micro_dp_size + rank % self.block_size % self.micro_dp_size
 
     def place(self, rank: int, vocab_multiple: int) -> Place:
-        """Where a rank's shards for generation lie: all tensors cut over the rollout TP group, experts too."""
-        tp_rank = self.tp_rank(rank)
-        return Place(tp_rank, self.tp_size, vocab_multiple, etp_rank=tp_rank, etp_size=self.tp_size)
+        """Where a rank's shards for generation lie: all tensors cut over the rollout TP group, and experts cut, too, or
+        dealt out whole.
+        """
+        return rollout_place(self.tp_rank(rank), self.tp_size, self.ep_size, vocab_multiple)
+
+    def kept_share(self, rank: int, *, of_experts: bool) -> Fraction:
+        """The part of its stage's cut weights that a rank has both in training and in generation: of experts, or of
+        dense weights that TP cuts. It receives its shard for generation minus this.
+        """
+        mine, needed = self.train.place(rank, 1), self.place(rank, 1)
+        if not of_experts:
+            return _common((mine.tp_rank, mine.tp_size), (needed.tp_rank, needed.tp_size))
+        experts = _common((mine.ep_rank, mine.ep_size), (needed.ep_rank, needed.ep_size))
+        return experts * _common((mine.etp_rank, mine.etp_size), (needed.etp_rank, needed.etp_size))
+
+    @property
+    def contains_training_experts(self) -> bool:
+        """Whether every rank's training shard of experts is inside of its shard for generation."""
+        whole = Fraction(1, self.train.ep_size * self.train.expert_tp_size)
+        return all(self.kept_share(rank, of_experts=True) == whole for rank in range(self.train.world_size))
 
     def tp_groups(self) -> list[list[int]]:
         """Strided groups, in replica order, each ascending."""
@@ -226,3 +250,21 @@ class RolloutGrid:
     def _blocks(self) -> list[list[int]]:
         size = self.block_size
         return [list(range(start, start + size)) for start in range(0, self.train.world_size, size)]
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> Fraction:
+    """The common part of the i-th of n equal shares of a whole and of another such share, each given as (i, n)."""
+    (i, n), (j, m) = one, other
+    return max(Fraction(0), min(Fraction(i + 1, n), Fraction(j + 1, m)) - max(Fraction(i, n), Fraction(j, m)))
+
+
+def rollout_place(tp_rank: int, tp_size: int, ep_size: int, vocab_multiple: int) -> Place:
+    """The place of a rank of a rollout TP group; ep_size: 1 or tp_size."""
+    if ep_size == 1:
+        return Place(tp_rank, tp_size, vocab_multiple, etp_rank=tp_rank, etp_size=tp_size)
+    return Place(tp_rank, tp_size, vocab_multiple, ep_rank=tp_rank, ep_size=ep_size)
+
+
+def rollout_grid(train: TrainGrid, rollout: RolloutConfig) -> RolloutGrid:
+    """The generation layout of a pool. Raises ValueError for sizes that do not divide."""
+    return RolloutGrid(train, rollout.tensor_model_parallel_size, rollout.expert_parallel_size)

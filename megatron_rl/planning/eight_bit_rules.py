@@ -10,6 +10,7 @@ from megatron_rl.config.rollout_keys import FP8, SMALLEST_BLOCK
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import eight_bit_names, tensors_of
+from megatron_rl.parallel.rank_grid import rollout_place
 from megatron_rl.parallel.scale_blocks import common_extent
 from megatron_rl.parallel.sharding import Place, box_shape, shard_of
 from megatron_rl.planning.folder_checks import ModelSizes
@@ -41,7 +42,7 @@ def _block_problems(config: RunConfig, model: ModelSizes) -> Iterable[Violation]
     sizes = f"tp({tp})" if etp == tp or not model.num_experts else f"tp({tp}), etp({etp})"
     places = {
         f"training's {sizes}": Place(0, tp, 1, etp_size=etp),
-        f"generation's tp({generation})": Place(0, generation, 1, etp_size=generation),
+        f"generation's tp({generation})": rollout_place(0, generation, rollout.expert_parallel_size, 1),
     }
     try:
         extent = common_extent(quantized, places.values())

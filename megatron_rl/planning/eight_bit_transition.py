@@ -11,7 +11,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors
 from megatron_rl.hybrid_engine.plan import Member, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
-from megatron_rl.parallel.sharding import LogicalTensor, Place, shard_of
+from megatron_rl.parallel.rank_grid import rollout_place
+from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.exchange_counts import ExchangeCounts, packed_bytes
 
 
@@ -72,6 +73,7 @@ def product_numel(config: RunConfig, model: Model, tp_size: int) -> int:
     """Return the elements of the largest matrix that a product of the engine makes of its codes; 0 without codes."""
     if config.actor_rollout_ref.rollout.quantization is None:
         return 0
-    place, names = Place(0, tp_size, VOCAB_PADDING, etp_size=tp_size), eight_bit_names(model.specs)
+    ep_size = config.actor_rollout_ref.rollout.ep_size_at(tp_size)
+    place, names = rollout_place(0, tp_size, ep_size, VOCAB_PADDING), eight_bit_names(model.specs)
     tensors = [tensor for name, tensor in tensors_of(model.specs).items() if name in names]
     return max(math.prod(shard_of(tensor, place).shape[-2:]) for tensor in tensors)

@@ -119,11 +119,13 @@ class ModelSizes:
         """The attention of its layers."""
         return self.parts.attention
 
-    @property
-    def rollout_tp_divides(self) -> dict[str, int]:
-        """Name -> value of every size that generation shards over its TP ranks, experts included."""
+    def rollout_divides(self, ep_size: int) -> dict[str, int]:
+        """Name -> value of every size that generation shards over its TP ranks, with each expert or their number."""
         sizes = self.tp_divides | {"padded_vocab_size": self.padded_vocab_size}
-        return sizes | ({self.expert_size_key: self.moe_intermediate_size} if self.num_experts else {})
+        if not self.num_experts:
+            return sizes
+        of_experts = {self.expert_size_key: self.moe_intermediate_size}
+        return sizes | ({"num_experts": self.num_experts} if ep_size > 1 else of_experts)
 
     @property
     def tp_divides(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Rules of the layout of every pool: TP, PP, CP and EP, one grid for its roles, and rollout TP."""
+"""Rules of the layout of every pool: TP, PP, CP and EP, one grid for its roles, and rollout TP and EP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
+from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.planning.engine_rules import CPU_TP_SIZES, engine_tp_sizes
 from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.stage_rules import SHARES, pp_sizes, stage_problems
+
+EP_KEY = f"{ROLLOUT}.expert_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -134,14 +137,20 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         return
     key, world_size, in_place = f"{ROLLOUT}.tensor_model_parallel_size", pool.world_size, pool.name == shared.actor.pool
     model = next((model for model in models if model.path == shared.model.path), None)
-    fitting = [size for size in divisors(world_size) if model is None or not rollout_misfits(model, size)]
+    every = divisors(world_size)
+    fitting = [size for size in every if model is None or not rollout_misfits(model, size, rollout.ep_size_at(size))]
     drops = rollout.drop_train_weights and in_place
     etp_size = shared.actor.megatron.expert_tensor_parallel_size
     expert_tp = train_tp if etp_size is None or model is None or not model.num_experts else etp_size
+    if rollout.expert_parallel_size > 1:
+        yield from rollout_expert_problems(config, pool, model)
+        expert_tp = 0
     if drops and expert_tp >= 1:
         fitting = [size for size in fitting if train_tp % size == 0 and expert_tp % size == 0]
     fitting = engine_tp_sizes(config.trainer.device, fitting)
     nearest = {key: nearest_number(tp_size, fitting or [1])}
+    if rollout.expert_parallel_size > 1:
+        nearest[EP_KEY] = nearest[key]
     if not engine_tp_sizes(config.trainer.device, [tp_size]):
         sizes = ", ".join(map(str, CPU_TP_SIZES))
         yield Violation({key: tp_size}, f"must be one of {sizes} on trainer.device=cpu, as vLLM's all-reduce", nearest)
@@ -150,9 +159,10 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         where = "" if in_place else f" of {pool.name} ({pool.size})"
         yield Violation({key: tp_size}, f"must divide the {world_size} ranks{where}", nearest)
     if model is not None:
-        for name, rule in rollout_misfits(model, tp_size).items():
+        for name, rule in rollout_misfits(model, tp_size, rollout.ep_size_at(tp_size)).items():
             if tp_size != train_tp or name not in model.tp_divides:
-                yield Violation({key: tp_size}, f"must {rule} of {model.path}", nearest)
+                given = {EP_KEY: rollout.expert_parallel_size} if name == "num_experts" else {key: tp_size}
+                yield Violation(given, f"must {rule} of {model.path}", nearest)
     if drops and train_tp % tp_size:
         rule = (
             f"must divide training tp({train_tp}), as drop_train_weights=true needs training shards inside of its own"
@@ -166,17 +176,46 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         yield Violation({key: tp_size}, rule, nearest)
 
 
-def rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
-    """Sizes of the model that a rollout TP does not fit, by name. Key/value heads are repeated on surplus ranks."""
+def rollout_misfits(model: ModelSizes, tp_size: int, ep_size: int) -> dict[str, str]:
+    """Sizes of the model that a rollout TP and EP do not fit, by name. Key/value heads are repeated on surplus ranks.
+    ep_size: 1 or tp_size.
+    """
     heads = model.num_key_value_heads
     misfits = {
         name: f"divide {name}({size})"
-        for name, size in model.rollout_tp_divides.items()
+        for name, size in model.rollout_divides(ep_size).items()
         if size % tp_size and name != "num_key_value_heads"
     }
     if heads % tp_size and tp_size % heads:
         misfits["num_key_value_heads"] = f"divide or be a multiple of num_key_value_heads({heads})"
     return misfits
+
+
+def rollout_expert_problems(config: RunConfig, pool: PoolSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    """Rollout EP above 1 against rollout TP, the model and, where the training weights are dropped, their experts."""
+    shared, megatron = config.actor_rollout_ref, config.actor_rollout_ref.actor.megatron
+    tp_size, ep_size = shared.rollout.tensor_model_parallel_size, shared.rollout.expert_parallel_size
+    given = {EP_KEY: ep_size}
+    if model is not None and not model.num_experts:
+        yield Violation(given, f"needs a model with experts, and {model.path} has none", {EP_KEY: 1})
+    elif ep_size != tp_size:
+        search = ""
+        if pool.world_size % ep_size == 0 and (model is None or not rollout_misfits(model, ep_size, ep_size)):
+            search = f"or {ROLLOUT}.tensor_model_parallel_size={ep_size}, with which this EP is possible"
+        rule = f"must be 1 or {ROLLOUT}.tensor_model_parallel_size({tp_size}), as vLLM deals experts out over TP ranks"
+        yield Violation(given, rule, {EP_KEY: tp_size}, search)
+    elif shared.rollout.drop_train_weights and pool.name == shared.actor.pool:
+        try:
+            grid = RolloutGrid(train_grid(pool.world_size, megatron), tp_size, ep_size)
+        except ValueError:
+            return  # other checks report it
+        if not grid.contains_training_experts:
+            ep, etp = grid.train.ep_size, grid.train.expert_tp_size
+            rule = (
+                f"must be such that the experts of each rank's training shard (ep({ep}), etp({etp})) are among those "
+                "it generates with, as drop_train_weights=true cuts them out of these"
+            )
+            yield Violation(given, rule, {f"{ROLLOUT}.drop_train_weights": False})
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,7 @@ def pool_as_json(pool: PoolModels) -> dict[str, Any]:
         content |= sizes | {"ep": grid.ep_size, "etp": grid.expert_tp_size}
     if pool.rollout is not None:
         content |= {"rollout_tp": pool.rollout.tp_size, "rollout_replicas": pool.rollout.num_replicas}
+        content |= {"rollout_ep": pool.rollout.ep_size} if pool.rollout.ep_size > 1 else {}
     return content
 
 
@@ -272,7 +273,7 @@ def transition_rows(plan: TransitionPlan) -> list[Row]:
         note = f"mean; {span(sizes)}; the base, before the first step; the rest is of adapters, and of every step"
         once = [("once in a run", amount(statistics.fmean(sizes)), note)]
     if plan.sent is None:
-        formula = "M / rollout TP - M / (TP x PP), M cut evenly"
+        formula = f"{plan.formula}, M cut evenly"
         return [
             *once,
             ("over the network", amount(plan.mean_network), f"mean; {span(plan.network)}"),

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
 from megatron_rl.hybrid_engine.plan import HOST_UNIT, Member, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
-from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
+from megatron_rl.parallel.rank_grid import RolloutGrid, rollout_grid, train_grid
 from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.exchange_counts import ExchangeCounts, packed_bytes
@@ -48,7 +48,7 @@ class PoolModels:
         self.element = ELEMENT_BYTES[self.megatron.dtype]
         self.grid = train_grid(spec.world_size, self.megatron)
         generates = spec.role(ROLLOUT)
-        self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
+        self.rollout = rollout_grid(self.grid, generates.settings) if generates else None
         self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
         self._models, self._config = models, config
         self._params = params
@@ -172,7 +172,8 @@ class RunModels:
         layout, rollout = self.training.spec.layout, self.config.actor_rollout_ref.rollout
         names = [field.name for field in fields(layout) if field.name.endswith("parallel_size")]
         training = [getattr(layout, name) for name in (*names, *UNEVEN_STAGES, *COUNTED_PARTS)]
-        return (*training, rollout.tensor_model_parallel_size, rollout.drop_train_weights, self.training.spec.size)
+        generation = (rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.drop_train_weights)
+        return (*training, *generation, self.training.spec.size)
 
     @property
     def generating(self) -> PoolModels:

@@ -17,6 +17,9 @@ from megatron_rl.planning.run_models import RunModels, transferred
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import TrainedWeights
 
+EVENLY_CUT, WHOLE_EXPERTS = "M / rollout TP - M / (TP x PP)", "M / rollout TP - weights that a rank has in both"
+"""Closed forms in place, with experts that rollout TP cuts or with whole ones."""
+
 
 @dataclass(frozen=True)
 class TransitionPlan:
@@ -30,7 +33,7 @@ class TransitionPlan:
     M / t_g; replicas pass it on. sent: bytes that each rank of the actor's pool sends, M in all; None in place.
 
     With adapters M is what moves in every step: adapters alone where the base stays. once: the base's resharding then,
-    before the first step; None: all that moves moves in every step.
+    before the first step; None: all that moves moves in every step. formula: of lower_bound, in words.
     """
 
     network: tuple[int, ...]
@@ -39,6 +42,7 @@ class TransitionPlan:
     lower_bound: float
     sent: tuple[int, ...] | None = None
     once: TransitionPlan | None = None
+    formula: str = EVENLY_CUT
 
     @classmethod
     def of(cls, models: RunModels) -> TransitionPlan:
@@ -67,9 +71,12 @@ class TransitionPlan:
         for number in range(len(moved[0][1].members)):
             network.append(sum(size * counts.network_numels[number] for size, counts in moved))
             link.append(sum(size * counts.received_numels[number] for size, counts in moved) - network[-1])
-        grid, rollout_tp = models.grid, models.rollout.tp_size
-        held = grid.tp_size * grid.pp_size
-        return cls(tuple(network), tuple(link), model_bytes, max(0.0, model_bytes / rollout_tp - model_bytes / held))
+        grid, rollout = models.grid, models.rollout
+        held, formula = model_bytes / (grid.tp_size * grid.pp_size), EVENLY_CUT
+        if rollout.ep_size > 1:
+            held, formula = model_bytes * kept_share(models), WHOLE_EXPERTS
+        bound = max(0.0, model_bytes / rollout.tp_size - held)
+        return cls(tuple(network), tuple(link), model_bytes, bound, formula=formula)
 
     @classmethod
     def _between_pools(cls, models: RunModels, weights: TrainedWeights) -> TransitionPlan:
@@ -100,7 +107,7 @@ class TransitionPlan:
         )
         sent = None if self.sent is None else tuple(map(sum, zip(self.sent, other.sent or (), strict=True)))
         model_bytes, lower_bound = self.model_bytes + other.model_bytes, self.lower_bound + other.lower_bound
-        return TransitionPlan(network, link, model_bytes, lower_bound, sent)
+        return TransitionPlan(network, link, model_bytes, lower_bound, sent, formula=self.formula)
 
     @property
     def mean_network(self) -> float:
@@ -129,6 +136,17 @@ class TransitionPlan:
         )
         sent = max(self.sent or (0,)) / hardware.network_bandwidth
         return max(received, sent) / LINK_EFFICIENCY + hardware.overheads.transition
+
+
+def kept_share(models: RunModels) -> float:
+    """Return the mean share of a model that a rank has in training and in generation, of stages that are alike."""
+    rollout, tensors = models.rollout, tensors_of(models.actor.specs).values()
+    experts = sum(tensor.numel for tensor in tensors if tensor.is_expert) / sum(tensor.numel for tensor in tensors)
+    ranks = models.grid.exchange_group(0)
+    of_dense, of_experts = (
+        statistics.fmean(rollout.kept_share(rank, of_experts=which) for rank in ranks) for which in (False, True)
+    )
+    return ((1 - experts) * of_dense + experts * of_experts) / models.grid.pp_size
 
 
 def bias_bytes(models: RunModels) -> int:

@@ -8,7 +8,7 @@ from typing import cast
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.hybrid_engine.offload import offloaded
-from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.rank_grid import rollout_grid
 from megatron_rl.rehearse.memory_tracker import MemoryTracker
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rank import Rank
@@ -47,7 +47,7 @@ def rehearsed_engine(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role],
     memory: of the device, whose peak begins again when all that leaves for generation has left.
     """
     offloadable = all_offloadable(neighbours)
-    source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
+    source, grid = rank.source(spec), rollout_grid(rank.groups.grid, spec.settings)
     with offloaded(offloadable):
         weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
         weights.gather()

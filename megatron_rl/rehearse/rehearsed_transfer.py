@@ -18,7 +18,7 @@ from megatron_rl.hybrid_engine.offload import offloaded
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.weight_transfer import Offer
 from megatron_rl.model.families import VOCAB_PADDING
-from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.rank_grid import RolloutGrid, rollout_grid
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.rehearse.rehearsal_request import all_ranks
 from megatron_rl.rehearse.rehearsed_rollout import NoEngine
@@ -95,7 +95,7 @@ class RehearsedReceiver:
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], address: TransferAddress) -> None:
         """Make the memory for the weights, and this end of the weight transfer, in the order of `Rollout`."""
-        source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
+        source, grid = rank.source(spec), rollout_grid(rank.groups.grid, spec.settings)
         offloadable = all_offloadable(neighbours)
         with offloaded(offloadable):
             self._weights = received_weights(TransferSettings(), spec, rank, source, grid)

@@ -22,7 +22,7 @@ from megatron_rl.device import Device, choose_flash_attention, synchronize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
-from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
+from megatron_rl.parallel.rank_grid import RolloutGrid, rollout_grid, train_grid
 from megatron_rl.records import RoleState
 from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
 from megatron_rl.roles.policy_followers import FollowingScorer
@@ -92,8 +92,7 @@ class RankHost:
     def coordinates(self) -> Coordinates:
         """This rank's coordinates, for the controller's dispatch."""
         rank, rollout = self.groups.rank, self.spec.role(ROLLOUT)
-        tp_size = rollout.settings.tensor_model_parallel_size if rollout is not None else 1
-        grid = RolloutGrid(self.groups.grid, tp_size)
+        grid = RolloutGrid(self.groups.grid, 1) if rollout is None else rollout_grid(self.groups.grid, rollout.settings)
         return Coordinates(
             rank=rank,
             dp_rank=self.groups.dp_rank,

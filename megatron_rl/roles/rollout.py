@@ -29,7 +29,7 @@ from megatron_rl.model.families import (
     tensors_of,
 )
 from megatron_rl.model.families.adapter_params import held_rank
-from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.rank_grid import RolloutGrid, rollout_grid
 from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights
@@ -65,7 +65,7 @@ class Rollout(Role):
         source = rank.source(spec)
         settings = source.hf_config.to_dict()
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
-        grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
+        grid = rollout_grid(rank.groups.grid, spec.settings)
         self._actor = None if transfer is not None else cast("Actor", neighbours[ACTOR])
         self._constants = read_constants(source.model.constants.values(), source.path, rank.device.torch_device)
         self.weights: AllGatherPPModel | ComposedWeights | ReceivedWeights

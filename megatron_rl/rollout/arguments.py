@@ -50,6 +50,7 @@ def engine_arguments(
         "load_format": LOAD_FORMAT,
         "dtype": dtype,
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": config.enforce_eager,
         "skip_tokenizer_init": True,

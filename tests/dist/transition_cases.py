@@ -13,6 +13,7 @@ from tiny_models import (
     run_config,
     save_deepseek_v2,
     save_deepseek_v3,
+    save_glm4_moe,
     save_llama,
     save_moonlight,
     save_qwen2,
@@ -28,6 +29,7 @@ LR = 1e-2
 class Case:
     """A training layout, a rollout TP size, and a model; `options` are configuration keys with `__` for dots.
 
+    rollout_ep: 1, or the rollout TP size, where ranks generate with whole experts.
     lacks: whether ranks lack anything of their rollout shards.
     """
 
@@ -40,13 +42,15 @@ class Case:
     model: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     lacks: bool = True
+    rollout_ep: int = 1
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
     def config(self, path: str):
-        rollout = {"actor_rollout_ref__rollout__tensor_model_parallel_size": self.rollout_tp}
+        rollout = {f"{ROLLOUT}tensor_model_parallel_size": self.rollout_tp}
+        rollout[f"{ROLLOUT}expert_parallel_size"] = self.rollout_ep
         return run_config(path, self.tp, self.pp, actor_rollout_ref__actor__optim__lr=LR, **rollout, **self.options)
 
 
@@ -80,6 +84,27 @@ CASES = [
     Case("TP2PP2ETP2-TP1-gpt-oss", 2, 2, 1, save=save_gpt_oss, options=SP),
     Case("TP2PP2ETP2-TP1-minimax", 2, 2, 1, save=save_minimax, options=SP),
     Case("DP2EP2-TP2-gpt-oss", 1, 1, 2, dp=2, save=save_gpt_oss, options=EP2),
+    # Experts that training cuts over TP, deals out as generation does, and deals out inside of stages.
+    Case("TP2PP2ETP2-TP2EP2", 2, 2, 2, save=save_qwen3_moe, options=SP, rollout_ep=2),
+    Case("TP2EP2ETP1-TP2EP2", 2, 1, 2, save=save_qwen3_moe, options=SP | EP2 | ETP1, lacks=False, rollout_ep=2),
+    Case("PP2DP2EP2-TP2EP2", 1, 2, 2, dp=2, save=save_qwen3_moe, options=EP2, rollout_ep=2),
+    Case("TP2PP2ETP2-TP2EP2-deepseek-v3", 2, 2, 2, save=save_deepseek_v3, options=SP, rollout_ep=2),
+    Case(
+        "TP2EP2ETP1-TP2EP2-deepseek-v3",
+        2,
+        1,
+        2,
+        save=save_deepseek_v3,
+        options=SP | EP2 | ETP1,
+        lacks=False,
+        rollout_ep=2,
+    ),
+    Case("PP2DP2EP2-TP2EP2-deepseek-v3", 1, 2, 2, dp=2, save=save_deepseek_v3, options=EP2, rollout_ep=2),
+    Case("TP2ETP2-TP2EP2-gpt-oss", 2, 1, 2, save=save_gpt_oss, options=SP, rollout_ep=2),
+    Case("TP2ETP2-TP2EP2-minimax", 2, 1, 2, save=save_minimax, options=SP, rollout_ep=2),
+    Case("TP2ETP2-TP2EP2-qwen2-moe", 2, 1, 2, save=save_qwen2_moe, options=SP, rollout_ep=2),
+    Case("PP2-TP2EP2-glm4-moe", 1, 2, 2, save=save_glm4_moe, rollout_ep=2),
+    Case("PP4-TP4EP4", 1, 4, 4, save=save_qwen3_moe, model={"num_experts": 8}, rollout_ep=4),
     Case("PP2DP2EP2-TP1-moonlight", 1, 2, 1, dp=2, save=save_moonlight, options=EP2),
 ]
 OFTEN = ("TP2EP2ETP1-TP2",)

@@ -21,6 +21,7 @@ def cases(draw):
     assume(tp * dp % (etp * ep) == 0)
     grid = TrainGrid(tp * pp * dp, tp, pp, ep_size=ep, etp_size=etp)
     rollout_tp = draw(st.sampled_from([size for size in (1, 2, 3, 4, 8) if grid.world_size % size == 0]))
+    rollout_ep = draw(st.sampled_from([1, rollout_tp])) if is_moe and rollout_tp in (1, 2, 4) else 1
     kv_heads = math.lcm(tp, draw(st.sampled_from([1, 2, rollout_tp])))
     assume(kv_heads % rollout_tp == 0 or rollout_tp % kv_heads == 0)
     heads = math.lcm(kv_heads, rollout_tp) * draw(st.integers(1, 2))
@@ -43,4 +44,4 @@ def cases(draw):
     )
     architecture = "Qwen3MoeForCausalLM" if is_moe else draw(st.sampled_from(["LlamaForCausalLM", "Qwen2ForCausalLM"]))
     options = {"train_multiple": multiple, "per_node": draw(st.sampled_from([2, 4, 64])), "share": draw(st.booleans())}
-    return shape, architecture, RolloutGrid(grid, rollout_tp), stages, options
+    return shape, architecture, RolloutGrid(grid, rollout_tp, rollout_ep), stages, options

@@ -125,6 +125,23 @@ def check_exchange(case, message_numel: int, direct_numel: int) -> None:
             assert received[i] == (lacking > 0).sum() == mine.numel_lacking
 
 
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_experts_that_arrive_follow_the_closed_form(case):
+    """M_e / t_g minus what a rank keeps of its stage, for experts that generation cuts and for whole ones.
+
+    Would not catch a share that is wrong in the plan and in `kept_share` alike.
+    """
+    shape, architecture, rollout, stages, options = case
+    plan, tensors = plan_for(shape, architecture, rollout, stages, **options)
+    train, whole = rollout.train, sum(tensor.numel for tensor in tensors.values() if tensor.is_expert)
+    for member, mine in zip(plan.members, plan.plans, strict=True):
+        held = sum(slot.shard.numel for slot in member.held if tensors[slot.name].is_expert)
+        of_stage = held * train.ep_size * train.expert_tp_size
+        kept = rollout.kept_share(member.rank, of_experts=True) * of_stage
+        assert sum(p.numel for p in mine.received if tensors[p.name].is_expert) == whole / rollout.tp_size - kept
+
+
 @settings(max_examples=20, deadline=None)
 @given(case=cases())
 def test_what_crosses_to_a_node_crosses_once(case):

@@ -92,6 +92,45 @@ def test_experts_of_other_data_parallel_ranks(world_size, tp_size, ep_size, etp_
     assert TrainGrid(world_size, tp_size, 1, ep_size, etp_size).experts_join_dp_ranks is joined
 
 
+@pytest.mark.parametrize(
+    ("train", "rollout", "kept"),
+    [
+        # Experts dealt out as in training: everything is kept.
+        ((2, 2, 1, 2, 1), (2, 2), [Fraction(1, 2)] * 2),
+        # Columns of all experts in training: half of them are wanted.
+        ((2, 2, 1, 1, 2), (2, 2), [Fraction(1, 4)] * 2),
+        # A quarter of the experts on each rank, inside of the rank's half or not.
+        ((4, 1, 1, 4, 1), (2, 2), [Fraction(1, 4), 0, 0, Fraction(1, 4)]),
+        # TP4 of strided groups: ranks 0 and 1 want the first half.
+        ((4, 4, 1, 4, 1), (2, 2), [Fraction(1, 4)] * 4),
+        # Whole experts in training, columns of all in generation.
+        ((2, 2, 1, 2, 1), (2, 1), [Fraction(1, 4)] * 2),
+    ],
+)
+def test_experts_that_stay(train, rollout, kept):
+    """Shares of a stage's experts by hand; training is (ranks, TP, PP, EP, ETP). Would not catch a plan that fetches
+    them all the same.
+    """
+    grid = RolloutGrid(TrainGrid(*train), *rollout)
+    assert [grid.kept_share(rank, of_experts=True) for rank in range(train[0])] == kept
+    assert grid.contains_training_experts == all(share == Fraction(1, train[3] * train[4]) for share in kept)
+
+
+def test_whole_experts_need_the_ranks_of_a_rollout_tp_group():
+    """Ranks of a group have experts in order. Would not catch vLLM's own order."""
+    grid = RolloutGrid(TrainGrid(4, 4, 1), 2, 2)
+    assert [
+        (place.ep_rank, place.ep_size, place.etp_size) for place in (grid.place(rank, 64) for rank in range(4))
+    ] == [
+        (0, 2, 1),
+        (0, 2, 1),
+        (1, 2, 1),
+        (1, 2, 1),
+    ]
+    with pytest.raises(ValueError, match=r"rollout ep\(4\) is neither 1 nor rollout tp\(2\)"):
+        RolloutGrid(TrainGrid(4, 4, 1), 2, 4)
+
+
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 3), (6, 1)])
 def test_six_ranks_at_rollout_tp2_are_three_replicas(tp_size, pp_size):
     """60 prompts make 20 per replica and 240 samples at n = 12. Would not catch an unequal split."""

@@ -27,7 +27,8 @@ RECOMPUTE = f"{MEGATRON}.override_transformer_config.recompute"
 GRANULARITY, METHOD, NUMBER, MODULES = (
     f"{RECOMPUTE}_{name}" for name in ("granularity", "method", "num_layers", "modules")
 )
-ROLLOUT_TP, GPUS = f"{ROLLOUT}.tensor_model_parallel_size", "trainer.n_gpus_per_node"
+ROLLOUT_TP, ROLLOUT_EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
+GPUS = "trainer.n_gpus_per_node"
 CORRECTION = "algorithm.rollout_correction"
 
 Said = tuple[str, str]

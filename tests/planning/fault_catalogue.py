@@ -31,6 +31,7 @@ from fault import (
     NUMBER,
     PP,
     ROLLOUT,
+    ROLLOUT_EP,
     ROLLOUT_TP,
     TP,
     VPP,
@@ -116,6 +117,26 @@ values(
     "layout",
     {f"{MEGATRON}.sequence_parallel": False},
     (f"{MEGATRON}.sequence_parallel", "must be true"),
+    experts=True,
+)
+OF_DENSE = (ROLLOUT_EP, "needs a model with experts")
+values("generation with experts of a dense model", "layout", {ROLLOUT_EP: 2}, OF_DENSE, experts=False)
+TP_OR_1 = (ROLLOUT_EP, f"must be 1 or {ROLLOUT_TP}(2)")
+values("rollout ep beyond rollout tp", "layout", {ROLLOUT_EP: 4}, TP_OR_1, experts=True)
+values("rollout ep beyond the ranks", "layout", {ROLLOUT_EP: 64}, TP_OR_1, experts=True)
+values(
+    "rollout ep 3",
+    "layout",
+    {ROLLOUT_EP: 3, ROLLOUT_TP: 3},
+    (ROLLOUT_TP, "padded_vocab_size(128)"),
+    (ROLLOUT_EP, "must divide num_experts(8)"),
+    experts=True,
+)
+values(
+    "dropped columns of experts",
+    "layout",
+    {ROLLOUT_EP: 2, f"{ROLLOUT}.drop_train_weights": True},
+    (ROLLOUT_EP, "training shard (ep(1), etp(2)) are among those"),
     experts=True,
 )
 

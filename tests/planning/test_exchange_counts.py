@@ -54,9 +54,10 @@ def layout(model: str, ranks: int, tp: int, pp: int, rollout_tp: int, *more: str
         lambda: layout("llama-3-8b", 24, 4, 3, 2, f"{ACTOR}.num_layers_in_last_pipeline_stage=10"),
         lambda: layout("llama-3-8b", 8, 4, 2, 2, "actor_rollout_ref.rollout.drop_train_weights=true"),
         lambda: layout("qwen3-30b-a3b", 8, 2, 2, 4, f"{ACTOR}.expert_model_parallel_size=2"),
+        lambda: layout("qwen3-30b-a3b", 8, 2, 2, 4, "actor_rollout_ref.rollout.expert_parallel_size=4"),
         lambda: layout(DEEPSEEK, 8, 2, 2, 4, f"{ACTOR}.expert_model_parallel_size=2", f"{ACTOR}.{LAST}=30"),
     ],
-    ids=["two nodes", "one node", "chunks", "uneven", "dropped", "experts", "dense first"],
+    ids=["two nodes", "one node", "chunks", "uneven", "dropped", "experts", "whole experts", "dense first"],
 )
 def test_classes_count_for_all(models):
     """To the element, on every rank of the group. Would not catch a layer of a kind that these models lack."""
@@ -98,8 +99,9 @@ def assert_equal(counts: ExchangeCounts, whole: ExchangePlan, message: int) -> N
     layers=st.integers(4, 7),
     message=st.sampled_from((8, 64, SMALL)),
     drop=st.booleans(),
+    whole_experts=st.booleans(),
 )
-def test_random_layouts(sizes, per_node, layers, message, drop):
+def test_random_layouts(sizes, per_node, layers, message, drop, whole_experts):
     """Two kinds of layers, one with experts, in random stages; or both ways refuse. Would not catch adapters."""
     tp, pp, ep, etp, rollout_tp = sizes
     grid = TrainGrid(math.lcm(tp, ep * etp, rollout_tp) * pp, tp, pp, ep, etp)
@@ -112,7 +114,8 @@ def test_random_layouts(sizes, per_node, layers, message, drop):
             specs[f"decoder.layers.{layer}.{tensor.name[0]}"] = ParamSpec(tensor, ())
     stages = StagePlan(layers, pp, last=layers - (layers - 1) // max(1, pp - 1) * (pp - 1) if pp > 1 else None)
     weights = TrainedWeights(ModelParams(specs), stages, grid, 1)
-    members = weights.members(grid.exchange_group(0), RolloutGrid(grid, rollout_tp), per_node, 1)
+    rollout = RolloutGrid(grid, rollout_tp, rollout_tp if whole_experts else 1)
+    members = weights.members(grid.exchange_group(0), rollout, per_node, 1)
     try:
         whole, _ = plan_memory(tensors_of(specs), members, 0, drop)
     except ValueError as error:
@@ -128,8 +131,9 @@ def test_random_layouts(sizes, per_node, layers, message, drop):
     per_node=st.sampled_from((2, 3, 8)),
     layers=st.integers(2, 5),
     message=st.sampled_from((8, 64, SMALL)),
+    whole_experts=st.booleans(),
 )
-def test_random_layouts_of_fp8_weights(sizes, per_node, layers, message):
+def test_random_layouts_of_fp8_weights(sizes, per_node, layers, message, whole_experts):
     """Codes, scales and what stays, each as its whole plan. Would not catch a linear that should be of another view."""
     tp, pp, ep, rollout_tp = sizes
     grid = TrainGrid(math.lcm(tp, ep, rollout_tp) * pp, tp, pp, ep, 1)
@@ -144,7 +148,8 @@ def test_random_layouts_of_fp8_weights(sizes, per_node, layers, message):
         if layer % 3:
             specs[f"{name}.mlp.experts.w13"] = ParamSpec(experts, ())
     weights = TrainedWeights(ModelParams(specs), StagePlan(layers * pp, pp), grid, 1)
-    members = weights.members(grid.exchange_group(0), RolloutGrid(grid, rollout_tp), per_node, 1)
+    rollout = RolloutGrid(grid, rollout_tp, rollout_tp if whole_experts else 1)
+    members = weights.members(grid.exchange_group(0), rollout, per_node, 1)
     counted = EightBitTransition(specs, members, 4, 2)
     tensors = EightBitTensors.of(tensors_of(specs), eight_bit_names(specs), 4)
     assert tensors.codes and tensors.kept

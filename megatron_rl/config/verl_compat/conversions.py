@@ -135,6 +135,14 @@ def mtp_detached(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
     return "the layer's inputs are detached" if value in (True, None) or not is_trained else None
 
 
+def whole_experts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
+    """Ranks over which experts are dealt out -> 1, or rollout TP, which are all that vLLM has without attention DP."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return {key: value}
+    group = key.rpartition(".")[0]
+    return {key: async_keys.number(given, f"{group}.tensor_model_parallel_size", 1) if value > 1 else value}
+
+
 CONVERSIONS: dict[str, Conversion] = {
     "asynchronous": async_keys.asynchronous,
     "batch_of_prompts": async_keys.batch_of_prompts,
@@ -162,5 +170,6 @@ CONVERSIONS: dict[str, Conversion] = {
     "turns_with_tools": turns_with_tools,
     "turns_of_user": turns_of_user,
     "whole_answer": whole_answer,
+    "whole_experts": whole_experts,
 }
 """Names of the table -> functions."""

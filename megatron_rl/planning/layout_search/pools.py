@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_rl.config.role_kinds import PARAM_OFFLOAD, RoleKind
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.planning.layout_search.grids import Grid, GridShape, Room, grids
 from megatron_rl.planning.layout_search.role_on_layout import Option, RoleOnLayout
-from megatron_rl.planning.layout_search.search_problem import LEVELS, SearchProblem, rollout_sizes
+from megatron_rl.planning.layout_search.search_problem import LEVELS, SearchProblem, expert_cut, rollout_sizes
 from megatron_rl.planning.layout_search.transition_seconds import (
     ActorBytes,
     image_seconds,
@@ -339,7 +339,8 @@ class Pools:
 
     @cached_property
     def _adapter_shards(self) -> dict[int, int]:
-        return {size: rollout_shard(self.work.actor, size, adapters=True) for size in self._base_shards}
+        actor, cut = self.work.actor, partial(expert_cut, self.work)
+        return {size: rollout_shard(actor, size, cut(size)[0], adapters=True) for size in self._base_shards}
 
     @cached_property
     def _base_shards(self) -> dict[int, int]:
@@ -348,7 +349,7 @@ class Pools:
             for units in self.work.cluster.sizes
             for size in rollout_sizes(self.work, self.work.cluster.shape(units))
         }
-        return {size: rollout_shard(self.work.actor, size) for size in sizes}
+        return {size: rollout_shard(self.work.actor, size, expert_cut(self.work, size)[0]) for size in sizes}
 
     def _generations(
         self, tp: int, shape: GridShape, grid: Grid | None, roles: Sequence[RoleOnLayout], in_place: bool
@@ -421,7 +422,7 @@ class Pools:
         if (
             self.work.keeps.values.get(DROP)
             or tp != grid.tp
-            or (self.work.actor.sizes.num_experts and (grid.ep > 1 or grid.expert_tp != tp))
+            or (self.work.actor.sizes.num_experts and (grid.ep, grid.expert_tp) != expert_cut(self.work, tp))
         ):
             return whole
         return max(0, whole - self._layers(roles, number) * self.actor_bytes.layer // tp)

@@ -324,8 +324,14 @@ class SearchProblem:
         return self.load.num_samples / replicas * self.load.response * seconds / together
 
 
+def expert_cut(work: SearchProblem, rollout_tp: int) -> tuple[int, int]:
+    """Return (EP, ETP) of the experts of generation at a TP size."""
+    ep_size = work.config.actor_rollout_ref.rollout.ep_size_at(rollout_tp)
+    return ep_size, rollout_tp // ep_size
+
+
 def rollout_sizes(work: SearchProblem, shape: GridShape) -> list[int]:
     """Return the TP sizes, inside of a node, at which these ranks can generate."""
     sizes = [size for size in divisors(shape.num_ranks) if size <= shape.per_node]
-    sizes = [size for size in sizes if not rollout_misfits(work.actor.sizes, size)]
+    sizes = [size for size in sizes if not rollout_misfits(work.actor.sizes, size, expert_cut(work, size)[0])]
     return engine_tp_sizes(work.device, sizes)

@@ -14,7 +14,8 @@ from dataclasses import astuple, dataclass
 
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs
-from megatron_rl.parallel.sharding import Place, shard_of
+from megatron_rl.parallel.rank_grid import rollout_place
+from megatron_rl.parallel.sharding import shard_of
 from megatron_rl.planning.image_costs import readers
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.layout_search.role_on_layout import sampled_stages
@@ -59,14 +60,14 @@ class ActorBytes:
         return layers * self.layer + ends
 
 
-def rollout_shard(role: RoleWork, tp: int, *, adapters: bool = False) -> int:
-    """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included.
+def rollout_shard(role: RoleWork, tp: int, ep: int = 1, *, adapters: bool = False) -> int:
+    """Return the bytes of the policy on each rank of a rollout at these TP and EP, rows of padding included.
 
     adapters: those of its adapters alone, if generation reads any.
     """
     if adapters and not role.spec.lora.crosses_alone:
         return 0
-    place = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp)
+    place = rollout_place(0, tp, ep, VOCAB_PADDING)
     whole = adapter_specs(role.model.specs, role.spec.lora) if adapters else role.model.specs
     return sum(aligned(shard_of(tensor, place).numel) for tensor in tensors_of(whole).values()) * role.element
 
