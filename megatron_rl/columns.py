@@ -173,6 +173,7 @@ COLUMNS = ColumnTable(
     Column("rollout_weights", DRAWN, F32, CORRECTION, (ACTOR_UPDATE, ESTIMATOR), "importance weight of the token"),
     Column("kept", DRAWN, F32, MASKS, (ACTOR_UPDATE, CRITIC_UPDATE), "1 where it counts in losses, else 0; absent: 1"),
     Column("trained", DRAWN, F32, ENTROPY, (ACTOR_UPDATE,), "1 where the policy loss trains it, else 0"),
+    Column("answer_images", ANSWER, I64, TASKS, COMPARED, "images of each response; absent: none has any"),
     Column("answer_lengths", ANSWER, I64, TASKS, COMPARED, "tokens of each response and its prompt"),
     Column(
         "answer_scores",

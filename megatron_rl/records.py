@@ -409,9 +409,20 @@ def one_per_group(rows: Batch) -> Batch:
 
 
 def answer_rows(batch: Batch) -> Batch:
-    """Return the responses of a batch of answers as one row each, prompt after prompt."""
+    """Return the responses of a batch of answers as one row each, prompt after prompt, with the columns of images."""
     lengths = batch.flat("answer_lengths")
-    return Batch(**{name: ragged_from_lengths(batch.flat(name), lengths) for name in ("input_ids", "sampled")})
+    rows = Batch(**{name: ragged_from_lengths(batch.flat(name), lengths) for name in ("input_ids", "sampled")})
+    if "image_pieces" in batch:
+        counts = batch.flat("answer_images")
+        rows.add(**{name: ragged_from_lengths(batch.flat(name), counts) for name in ("image_pieces", "image_grids")})
+        features = batch.stored("image_features")
+        if isinstance(features, RemoteColumn):  # an image is a piece of it
+            rows.add(image_features=features.regrouped(counts))
+        else:
+            answer, num_tokens = torch.repeat_interleave(counts), batch.flat("image_pieces")[:, 1]
+            sizes = torch.zeros_like(counts).index_add_(0, answer, num_tokens)
+            rows.add(image_features=ragged_from_lengths(features.values(), sizes))
+    return rows
 
 
 def num_answers(batch: Batch) -> torch.Tensor:

@@ -175,6 +175,10 @@ class RemoteColumn:
         parts = [self.parts[number] for number in used.tolist()] or self.parts[:1]
         return RemoteColumn(parts, part, self.first[pieces], self.sizes[pieces], self.num_pieces[rows])
 
+    def regrouped(self, num_pieces: torch.Tensor) -> RemoteColumn:
+        """Return the same pieces as other rows. num_pieces: int64, those of each."""
+        return RemoteColumn(self.parts, self.part, self.first, self.sizes, num_pieces)
+
     @staticmethod
     def joined(columns: Sequence[RemoteColumn]) -> RemoteColumn:
         """Return the rows of several columns, one after the other."""

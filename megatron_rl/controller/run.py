@@ -170,7 +170,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
             *scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers),
             rewarding,
         ]
-        images = image_features(placement, data.train, roles.actor)
+        images = image_features(placement, data.train.images, roles.actor)
         sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes, verdicts, images)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.model_folder import ModelFolder, form_of_images
-from megatron_rl.config.roles import ACTOR, Placement
+from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.image_processor import ImageForms
-from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_images import PlaceholderIds, PromptImages
 from megatron_rl.errors import ConfigError
 from megatron_rl.images import Grid, digest_of_numbers
 from megatron_rl.parallel.rank_grid import train_grid
 from megatron_rl.records import Batch
-from megatron_rl.roles.actor import Actor
-from megatron_rl.sampling.image_features import ImageFeatures, PatchesOf
+from megatron_rl.sampling.image_features import ImageFeatures, ImageRole, PatchesOf
 
 
 def prompt_images(config: RunConfig, policy: ModelFolder) -> PromptImages | None:
@@ -43,12 +41,13 @@ def prompt_images(config: RunConfig, policy: ModelFolder) -> PromptImages | None
     return PromptImages(data.image_key, forms, marks, config.actor_rollout_ref.rollout.limit_images)
 
 
-def image_features(placement: Placement, data: PromptDataset, actor: Actor) -> ImageFeatures | None:
-    """Return the features of the images of these prompts, by the actor's tower; None where prompts are text."""
-    if data.images is None:
+def image_features(placement: Placement, images: PromptImages | None, role: ImageRole) -> ImageFeatures | None:
+    """Return the features of images by the tower of `role`, the leader; None where rows are text."""
+    if images is None:
         return None
-    num_readers = train_grid(placement.pool_of(ACTOR).world_size, placement.roles[ACTOR].megatron).dp_size
-    return ImageFeatures(data.images.patches, actor, num_readers)
+    leader = placement.leader
+    num_readers = train_grid(placement.pool_of(leader.name).world_size, leader.megatron).dp_size
+    return ImageFeatures(images.patches, role, num_readers)
 
 
 def _check_sizes(policy: ModelFolder, forms: ImageForms) -> None:

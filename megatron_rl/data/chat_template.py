@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.data.example_rows import Chat, Text
+from megatron_rl.data.image_sources import num_images
 from megatron_rl.data.message_form import ANSWER, TOOL, VALUE, call, unwritten_fields
 from megatron_rl.data.messages import Message
 from megatron_rl.data.row_problems import RowProblem
@@ -37,7 +38,7 @@ class Draft:
     response that counts. is_plain: no template wrote it, so the tokenizer's special tokens go before it. is_open:
     nothing ends the last response. is_altered: the text has a response in another form than the file. unwritten: fields
     of the responses, and `tools`, that the file has and the text does not. ending: the end token of an open last
-    response, with which the next message would begin; "": the tokenizer's.
+    response, with which the next message would begin; "": the tokenizer's. num_images: images that the text shows.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Draft:
     is_altered: bool = False
     unwritten: tuple[str, ...] = ()
     ending: str = ""
+    num_images: int = 0
 
 
 def plain_draft(text: Text, loss_on: str) -> Draft:
@@ -106,7 +108,8 @@ class ChatTemplate:
         unwritten = unwritten_fields(answers, counted, chat.tools or (), text)
         is_open = self._is_open(chat)
         ending = self._next_end(chat, turns[-1]) if is_open and turns else ""
-        return Draft(text, tuple(spans), prompt_end, False, is_open, is_altered, unwritten, ending)
+        shown = num_images(chat.messages[: turns[-1] + 1])
+        return Draft(text, tuple(spans), prompt_end, False, is_open, is_altered, unwritten, ending, shown)
 
     def _is_open(self, chat: Chat) -> bool:
         """Whether the template writes nothing after a last response; the first conversation decides it for all."""

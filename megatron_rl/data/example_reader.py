@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.chat_template import ChatTemplate, Draft, plain_draft
 from megatron_rl.data.example_rows import Chat, ExampleRow, RowReader, Text
+from megatron_rl.data.prompt_images import PromptImages, StoredImage
 from megatron_rl.data.prompt_mixture import PromptFile
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_files import FileRows, column_forms, read_rows
@@ -113,8 +114,16 @@ class FileReader:
     report: counts everything but the files.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ReadingOptions, kind: str):
-        """Raises ConfigError for options that do not go with the kind."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: ReadingOptions,
+        kind: str,
+        images: PromptImages | None = None,
+    ):
+        """images: reads those of rows; None: rows are text. Raises ConfigError for options that do not go with the
+        kind.
+        """
         if kind != "examples" and options.loss_on == "all":
             raise ConfigError(
                 "data.loss_on=all is for supervised fine-tuning: preferences and scores judge the responses alone; "
@@ -124,6 +133,7 @@ class FileReader:
         self._tokenizer = tokenizer
         self._options = options
         self._kind = kind
+        self._images = images
         self._encoder = Encoder(tokenizer, options.append_eos, options.end_token_ids)
         self._process: TemplateProcess[Answers, list[list[Draft]] | RowProblem] | None = None
         self._first: tuple[str, Columns] | None = None
@@ -137,9 +147,14 @@ class FileReader:
         """
         columns = self._columns(path)
         as_chat = self._as_chat(columns)
-        reader = RowReader(columns, self._kind, as_chat)
-        rows, bad_rows = read_rows(path, tuple(columns.names.values()), reader.read, file_rows)
+        reader, images = RowReader(columns, self._kind, as_chat, self._images), self._images
+        names = (*columns.names.values(), *(() if images is None else (images.column,)))
+        rows, bad_rows = read_rows(path, names, reader.read, file_rows, None if images is None else images.column)
         num_rows = len(rows) + len(bad_rows)
+        if images is not None:
+            bad_images = images.problems([(place, row.images) for place, row in rows])
+            bad_places = {bad.place for bad in bad_images}
+            rows, bad_rows = [each for each in rows if each[0] not in bad_places], [*bad_rows, *bad_images]
         encoded: list[ReadRow] = []
         for start in range(0, len(rows), ROWS_AT_ONCE):
             encoded += self._encoded(self._drafted(rows[start : start + ROWS_AT_ONCE], bad_rows), bad_rows)
@@ -152,7 +167,10 @@ class FileReader:
             self._process.close()
 
     def _columns(self, path: str) -> Columns:
-        columns = find_columns(path, column_forms(path), self._options, self._kind)
+        forms = column_forms(path)
+        if self._images is not None:
+            self._images.check_column(path, forms)
+        columns = find_columns(path, forms, self._options, self._kind)
         if self._first is None:
             self._first = (path, columns)
         first_path, first = self._first
@@ -204,7 +222,7 @@ class FileReader:
         for place, row, answers in drafted:
             texts = [[next(encoded) for _ in own] for own in answers]
             try:
-                kept = self._fitted(texts)
+                kept = self._fitted(self._showing(texts, answers, row.images))
             except RowProblem as problem:
                 bad_rows.append(problem.at(place))
                 continue
@@ -212,6 +230,21 @@ class FileReader:
                 self.report.rewritten += max(len(own) for own in texts) > 1
                 self._count((draft for own in answers for draft in own), (text for own in kept for text in own))
                 yield ReadRow(place, row, kept)
+
+    def _showing(
+        self, texts: list[list[Tokens]], answers: list[list[Draft]], images: Sequence[StoredImage]
+    ) -> list[list[Tokens]]:
+        """The texts of one row with all placeholders of its images. Raises RowProblem."""
+        if self._images is None:
+            return texts
+        reads = self._images.written_out
+        return [
+            [
+                text.with_images(*reads(text.ids, images[: draft.num_images]))
+                for text, draft in zip(own, drafts, strict=True)
+            ]
+            for own, drafts in zip(texts, answers, strict=True)
+        ]
 
     def _fitted(self, texts: list[list[Tokens]]) -> list[list[Tokens]]:
         """The texts of one row within `max_length`, counted. Raises RowProblem."""

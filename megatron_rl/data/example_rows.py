@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from megatron_rl.data.image_sources import MARK, with_image_parts
 from megatron_rl.data.messages import Message, check_answers, check_order, read_messages, read_tools
 from megatron_rl.data.row_files import needed_value, value_of
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.data.schemas import JUDGED, Columns
+
+if TYPE_CHECKING:
+    from megatron_rl.data.prompt_images import PromptImages, StoredImage
 
 
 @dataclass(frozen=True)
@@ -33,26 +37,51 @@ class Chat:
 @dataclass(frozen=True)
 class ExampleRow:
     """answers: one, or several for preferences, the best first, with one margin fewer. desirable: the label of each
-    response, if labels are read. score: the response's, if scores are read.
+    response, if labels are read. score: the response's, if scores are read. images: of the prompt.
     """
 
     answers: tuple[Text | Chat, ...]
     margins: tuple[float, ...] = ()
     desirable: tuple[bool, ...] = ()
     score: float | None = None
+    images: tuple[StoredImage, ...] = ()
 
 
 class RowReader:
     """Reads the rows of files with the same columns. `schemas.NEEDED` lists the shapes of rows."""
 
-    def __init__(self, columns: Columns, kind: str, as_chat: bool):
-        """as_chat: whether prompts and responses that are both text become messages of user and assistant."""
+    def __init__(self, columns: Columns, kind: str, as_chat: bool, images: PromptImages | None = None):
+        """as_chat: whether prompts and responses that are both text become messages of user and assistant. images: what
+        reads those of rows; None: rows are text.
+        """
         self.columns = columns
         self.kind = kind
         self.as_chat = as_chat
+        self.images = images
+        self._image_mark = None if images is None else MARK
 
     def read(self, content: dict[str, Any]) -> ExampleRow:
         """The responses in a row. Raises RowProblem, with the field, if they cannot be used."""
+        row = self._responses(content)
+        if self.images is None:
+            return row
+        images = self.images.stored(value_of(content, self.images.column))
+        return replace(row, answers=tuple(self._showing(answer, len(images)) for answer in row.answers), images=images)
+
+    def _showing(self, answer: Text | Chat, num_images: int) -> Text | Chat:
+        """The response with parts of type image in its prompt for the marks of images. Raises RowProblem."""
+        uses = self.columns.names
+        field = uses.get("messages") or uses.get("prompt") or uses.get("chosen") or uses["text"]
+        if isinstance(answer, Text):
+            if num_images:
+                raise RowProblem("not_a_chat", field, f"text with {num_images} images")
+            return answer
+        for number, message in enumerate(answer.messages[answer.first :], start=answer.first):
+            if message["role"] == "assistant" and MARK in message["content"]:
+                raise RowProblem("image_in_answer", f"{field}[{number}].content", f"{message['content']!r:.80}")
+        return replace(answer, messages=with_image_parts(answer.messages, num_images, field))
+
+    def _responses(self, content: dict[str, Any]) -> ExampleRow:
         shape = self.columns.shape
         if shape in ("pair", "ranking"):
             answers, margins = self._pair(content) if shape == "pair" else self._ranking(content)
@@ -89,7 +118,7 @@ class RowReader:
 
     def _conversation(self, content: dict[str, Any]) -> Chat:
         name = self._name("messages")
-        messages = read_messages(self._value(content, "messages"), name)
+        messages = read_messages(self._value(content, "messages"), name, self._image_mark)
         check_order(messages, name)
         check_answers(messages, name)
         # A label or a score is about the last response alone.
@@ -102,7 +131,7 @@ class RowReader:
             return self._text(content, "prompt", "empty_prompt")
         if not isinstance(value, list):
             raise RowProblem("wrong_type", self._name("prompt"), f"{value!r:.80}, and not text or messages")
-        return read_messages(value, self._name("prompt"))
+        return read_messages(value, self._name("prompt"), self._image_mark)
 
     def _answer(self, content: dict[str, Any], answer: Any, field: str) -> Text | Chat:
         """A response to the prompt, which has a column of its own. field: names the response in messages."""
@@ -114,7 +143,7 @@ class RowReader:
                 return Text(prompt, answer)
             answers: list[Message] = [{"role": "assistant", "content": answer}]
         elif isinstance(answer, list | dict):
-            answers = read_messages([answer] if isinstance(answer, dict) else answer, field)
+            answers = read_messages([answer] if isinstance(answer, dict) else answer, field, self._image_mark)
         else:
             raise RowProblem("wrong_type", field, f"{answer!r:.80}, and not text or messages")
         if isinstance(prompt, str):
@@ -155,7 +184,7 @@ class RowReader:
             return False
         prompt = self._prompt(content)
         for use, value in zip(("chosen", "rejected"), values, strict=True):
-            messages = read_messages(value, self._name(use))
+            messages = read_messages(value, self._name(use), self._image_mark)
             if isinstance(prompt, str):
                 has_prompt = any(prompt in message["content"] for message in messages if message["role"] == "user")
             else:
@@ -166,7 +195,7 @@ class RowReader:
         return True
 
     def _whole_chats(self, content: dict[str, Any], values: Sequence[Any], fields: Sequence[str]) -> list[Text | Chat]:
-        chats = [read_messages(value, field) for value, field in zip(values, fields, strict=True)]
+        chats = [read_messages(value, field, self._image_mark) for value, field in zip(values, fields, strict=True)]
         for messages, field in zip(chats, fields, strict=True):
             check_order(messages, field)
         if chats[0] == chats[1]:

@@ -73,6 +73,13 @@ def with_image_parts(messages: Sequence[Message], num_images: int, field: str) -
     return changed
 
 
+def num_images(messages: Sequence[Message]) -> int:
+    """Return how many images the messages of `with_image_parts` show."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return sum(part["type"] == "image" for part in parts)
+
+
 def _text_parts(text: str) -> Iterator[dict[str, Any]]:
     for piece in AROUND_MARKS.split(text):
         if piece == MARK:

@@ -13,12 +13,12 @@ INSTRUCTIONS = ("system", "developer")
 ROLES = (*INSTRUCTIONS, "user", "assistant", "tool")
 
 
-def read_messages(value: Any, field: str) -> list[Message]:
+def read_messages(value: Any, field: str, image_mark: str | None = None) -> list[Message]:
     """A non-empty list of messages with role and content. Raises RowProblem.
 
     Parquet gives every message the fields of all messages, with null for those that it does not have, so fields that
     are null are taken out at any depth. Content in parts of type text is joined. A message that calls tools may have no
-    content.
+    content. image_mark: stands in the text for a part of type image; None: there may be none.
     """
     if value is None:
         raise RowProblem("missing", field, "null")
@@ -26,7 +26,7 @@ def read_messages(value: Any, field: str) -> list[Message]:
         raise RowProblem("wrong_type", field, f"{_shown(value)}, and not a list of messages")
     if not value:
         raise RowProblem("no_messages", field, "[]")
-    return [_message(message, f"{field}[{number}]") for number, message in enumerate(value)]
+    return [_message(message, f"{field}[{number}]", image_mark) for number, message in enumerate(value)]
 
 
 def check_order(messages: list[Message], field: str) -> None:
@@ -73,7 +73,7 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
     return [_without_nulls(tool) for tool in value]
 
 
-def _message(value: Any, field: str) -> Message:
+def _message(value: Any, field: str, image_mark: str | None) -> Message:
     if not isinstance(value, dict):
         raise RowProblem("not_a_message", field, _shown(value))
     message: Message = _without_nulls(value)
@@ -88,14 +88,16 @@ def _message(value: Any, field: str) -> Message:
             raise RowProblem("not_a_message", f"{field}.content", "no content")
         content = ""
     if isinstance(content, list):
-        content = "".join(_part(part, f"{field}.content[{number}]") for number, part in enumerate(content))
+        places = (f"{field}.content[{number}]" for number in range(len(content)))
+        content = "".join(_part(part, place, image_mark) for part, place in zip(content, places, strict=True))
     if not isinstance(content, str):
         raise RowProblem("content_not_text", f"{field}.content", _shown(content))
     return message | {"content": content}
 
 
-def _part(part: Any, field: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+def _part(part: Any, field: str, image_mark: str | None) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else image_mark if kind == "image" else None
     if not isinstance(text, str):
         raise RowProblem("content_not_text", field, _shown(part))
     return text

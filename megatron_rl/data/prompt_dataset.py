@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.data.messages import Message
-from megatron_rl.data.prompt_images import PromptImages, StoredImage, cut_whole
+from megatron_rl.data.prompt_images import IMAGE_COLUMNS, PromptImages, StoredImage, cut_whole
 from megatron_rl.data.prompt_mixture import PromptFile, digest_of_tokens, digest_of_values
 from megatron_rl.data.row_files import (
     ALL_ROWS,
@@ -245,7 +245,7 @@ def _check_columns(path: str, data: DataConfig, is_judged: bool) -> None:
     forms = column_forms(path, first_row_only=True)
     wanted: list[tuple[str, str, Sequence[str]]] = [("data.prompt_key", data.prompt_key, PROMPTS)]
     if data.image_key is not None:
-        wanted.append(("data.image_key", data.image_key, ("images", "image")))
+        wanted.append(("data.image_key", data.image_key, IMAGE_COLUMNS))
     if is_judged and data.default_data_source is None:
         wanted.append(("data.reward_fn_key", data.reward_fn_key, SOURCES))
     if is_judged and data.ground_truth_key is not None:

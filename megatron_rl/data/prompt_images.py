@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.config.synonyms import suggested_column
 from megatron_rl.data.image_processor import AT_ONCE, ImageForms, ImageReader, ReadImage, Unreadable, file_content
 from megatron_rl.data.image_sources import ImageSource, sources_of, with_image_parts
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
@@ -24,6 +25,9 @@ from megatron_rl.data.turn_images import FOLDER, ImagesOfTurns, shown_images
 from megatron_rl.errors import ConfigError
 from megatron_rl.images import Grid, ImagePiece, Pieces, parts_an_image, pieces_between, pieces_of_tokens
 from megatron_rl.records import Conversation
+
+IMAGE_COLUMNS = ("images", "image")
+"""Usual names of the column."""
 
 
 class StoredImage(NamedTuple):
@@ -89,14 +93,28 @@ class PromptImages:
 
         Raises RowProblem for what is no image, too many or too few, and images of a prompt that is text.
         """
+        images = self.stored(value)
+        if isinstance(prompt, str):
+            if images:
+                raise RowProblem("not_a_chat", field, f"text with {len(images)} images")
+            return prompt, ()
+        return with_image_parts(prompt, len(images), field), images
+
+    def check_column(self, path: str, forms: Mapping[str, str]) -> None:
+        """Raise ConfigError for a file of examples without the column. forms: column -> form."""
+        if self.column not in forms:
+            like = suggested_column(self.column, IMAGE_COLUMNS, list(forms))
+            hint = "" if like is None else f"; did you mean: {like}"
+            raise ConfigError(
+                f"{path} has no column {self.column!r} (data.image_key): its columns are {', '.join(forms)}{hint}"
+            )
+
+    def stored(self, value: object) -> tuple[StoredImage, ...]:
+        """Return the images of a row. value: the column's. Raises RowProblem for what is no image, and for too many."""
         sources = sources_of(value, self.column)
         if self._most is not None and len(sources) > self._most:
             raise RowProblem("too_many_images", self.column, f"{len(sources)} images, at most {self._most}")
-        if isinstance(prompt, str):
-            if sources:
-                raise RowProblem("not_a_chat", field, f"text with {len(sources)} images")
-            return prompt, ()
-        return with_image_parts(prompt, len(sources), field), tuple(map(self._store.keep, sources))
+        return tuple(map(self._store.keep, sources))
 
     def problems(self, rows: Sequence[tuple[RowPlace, Sequence[StoredImage]]]) -> list[BadRow]:
         """Read the images of rows, each once; return a bad row for the first of a row that cannot be used."""
@@ -130,22 +148,26 @@ class PromptImages:
         whole, bad_rows = list[tuple[list[int], Pieces]](), list[BadRow]()
         for place, ids, own in zip(places, token_ids, images, strict=True):
             try:
-                whole.append(self._written_out(ids, own))
+                whole.append(self.written_out(ids, own))
             except RowProblem as problem:
                 bad_rows.append(BadRow(problem.kind, place, field, problem.found))
         refuse(bad_rows, len(places), can_be_skipped=False)
         return [ids for ids, _ in whole], [pieces for _, pieces in whole]
 
-    def _written_out(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> tuple[list[int], Pieces]:
+    def written_out(self, token_ids: Sequence[int], images: Sequence[StoredImage]) -> tuple[list[int], Pieces]:
+        """Return the tokens of one text with all placeholders of its images, which can be read, and their pieces.
+
+        Raises RowProblem for other tokens that stand for images or videos.
+        """
         shown = [read for read in map(self._read.__getitem__, images) if isinstance(read, ReadImage)]
         return self._with_placeholders(token_ids, [(read.digest, read.grid) for read in shown])
 
     def _with_placeholders(
         self, token_ids: Sequence[int], shown: Sequence[tuple[str, Grid]]
     ) -> tuple[list[int], Pieces]:
-        others = sum(token in self._tokens.unsampled for token in token_ids) - len(shown)
-        if others:
-            raise RowProblem("image_token", "", f"{others} more such tokens than its {len(shown)} images have")
+        marks = [token for token in token_ids if token in self._tokens.unsampled]
+        if marks != [self._tokens.placeholder] * len(shown):
+            raise RowProblem("image_token", "", f"{len(marks)} such tokens for {len(shown)} images")
         return pieces_of_tokens(token_ids, self._tokens.placeholder, shown, self._forms.merge)
 
     def keep(self, images: Mapping[str, str]) -> None:

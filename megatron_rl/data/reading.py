@@ -15,12 +15,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.example_reader import FileRead, FileReader, ReadingReport, ReadRow
+from megatron_rl.data.prompt_images import PromptImages
 from megatron_rl.data.prompt_mixture import digest_of, digest_of_tokens, digest_of_values
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_files import chosen_rows
 from megatron_rl.data.row_problems import RowPlace, refuse, write_bad_rows
 from megatron_rl.data.tokens import Tokens
 from megatron_rl.errors import ConfigError
+from megatron_rl.images import Pieces, pieces_between
 from megatron_rl.records import Batch, ragged
 
 Record = TypeVar("Record")
@@ -32,13 +34,15 @@ class Example:
 
     tokens: int64 [L], L >= 1. loss_mask: bool [L]; True: the loss has the cross-entropy of this token, given the tokens
     before it; the first is False, as no token precedes it. prompt_length: tokens before the first response that counts;
-    0 without a prompt, and if the prompt counts, too. where: the row of the file.
+    0 without a prompt, and if the prompt counts, too. where: the row of the file. images: whose placeholders are among
+    the tokens.
     """
 
     tokens: torch.Tensor
     loss_mask: torch.Tensor
     where: RowPlace
     prompt_length: int = 0
+    images: Pieces = ()
 
     @property
     def num_counted(self) -> int:
@@ -88,11 +92,12 @@ class ScoredExample:
 
 
 def token_batch(examples: Sequence[Example]) -> Batch:
-    """The batch of which cross-entropy is computed: the tokens of each example up to the last that counts.
+    """The batch of which cross-entropy is computed: the tokens of each example up to the last that counts, and
+    `images` if some of them show images.
 
     Raises ValueError for an example without a token that counts.
     """
-    rows, masks = [], []
+    rows, masks, images = [], [], list[Pieces]()
     for example in examples:
         counted = example.loss_mask.nonzero()[:, 0]
         if not len(counted):
@@ -100,11 +105,16 @@ def token_batch(examples: Sequence[Example]) -> Batch:
         end = int(counted[-1]) + 1
         rows.append(example.tokens[:end])
         masks.append(example.loss_mask[:end])
-    return Batch(input_ids=ragged(rows), sampled=ragged(masks))
+        images.append(pieces_between(example.images, 0, end))
+    shown = {"images": images} if any(images) else {}
+    return Batch(input_ids=ragged(rows), sampled=ragged(masks), **shown)
 
 
 def read_examples(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ReadingOptions,
+    images: PromptImages | None = None,
 ) -> tuple[list[Example], ReadingReport]:
     """Read conversations, questions with responses, or plain text for `sft`, parquet or jsonl.
 
@@ -118,11 +128,14 @@ def read_examples(
     def records(row: ReadRow) -> Iterable[Example]:
         return (_example(text, row.place) for texts in row.texts for text in texts)
 
-    return _read(files, tokenizer, options, "examples", records)
+    return _read(files, tokenizer, options, "examples", records, images)
 
 
 def read_rankings(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ReadingOptions,
+    images: PromptImages | None = None,
 ) -> tuple[list[Ranking], ReadingReport]:
     """Read preferences for `reward` and `dpo`: chosen and rejected responses, with the prompt apart or in both, or
     ranked responses.
@@ -134,11 +147,14 @@ def read_rankings(
         answers = tuple(_example(text, row.place) for (text,) in row.texts)
         yield Ranking(answers, row.row.margins, row.place)
 
-    return _read(files, tokenizer, options, "rankings", records)
+    return _read(files, tokenizer, options, "rankings", records, images)
 
 
 def read_labelled(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ReadingOptions,
+    images: PromptImages | None = None,
 ) -> tuple[list[Labelled], ReadingReport]:
     """Read responses with a label for KTO. A pair becomes two records: the chosen response, desirable, then the
     rejected.
@@ -150,11 +166,14 @@ def read_labelled(
         for (text,), desirable in zip(row.texts, row.row.desirable, strict=True):
             yield Labelled(_example(text, row.place), desirable, row.place)
 
-    return _read(files, tokenizer, options, "labelled", records)
+    return _read(files, tokenizer, options, "labelled", records, images)
 
 
 def read_scored(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ReadingOptions,
+    images: PromptImages | None = None,
 ) -> tuple[list[ScoredExample], ReadingReport]:
     """Read responses with a score, for `reward` by regression.
 
@@ -166,7 +185,7 @@ def read_scored(
         assert score is not None  # `RowReader` refuses a row without one
         yield ScoredExample(_example(row.texts[0][0], row.place), score, row.place)
 
-    return _read(files, tokenizer, options, "scored", records)
+    return _read(files, tokenizer, options, "scored", records, images)
 
 
 def _read(
@@ -175,9 +194,10 @@ def _read(
     options: ReadingOptions,
     kind: str,
     records_of: Callable[[ReadRow], Iterable[Record]],
+    images: PromptImages | None = None,
 ) -> tuple[list[Record], ReadingReport]:
     records: list[Record] = []
-    with closing(FileReader(tokenizer, options, kind)) as reader:
+    with closing(FileReader(tokenizer, options, kind, images)) as reader:
         report = reader.report
         for path, file_rows in zip(files, chosen_rows(files, options.max_samples, options.seed), strict=True):
             detected, num_rows, rows = reader.read(path, file_rows)
@@ -199,13 +219,15 @@ def _read(
 
 def _example(tokens: Tokens, place: RowPlace) -> Example:
     mask = torch.tensor(tokens.counts, dtype=torch.bool)
-    return Example(torch.tensor(tokens.ids, dtype=torch.int64), mask, place, tokens.prompt_length)
+    return Example(torch.tensor(tokens.ids, dtype=torch.int64), mask, place, tokens.prompt_length, tokens.images)
 
 
 def _digests(rows: Sequence[ReadRow]) -> dict[str, str]:
     """Name of what is compared when a run resumes -> a digest of it over these rows, in order."""
     texts = [text for row in rows for texts in row.texts for text in texts]
-    return {
+    shown = [[piece.digest for piece in text.images] for text in texts]
+    images = {"images": digest_of_values(shown)} if any(shown) else {}
+    return images | {
         "tokens": digest_of_tokens(text.ids for text in texts),
         "loss masks": digest_of(bytes(text.counts) for text in texts),
         "margins, labels and scores": digest_of_values(

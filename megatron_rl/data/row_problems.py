@@ -60,6 +60,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "text must not have the tokens that stand for images and videos: they come from images alone",
         "take them out, or write <image> for an image of the row",
     ),
+    "image_in_answer": (
+        "a response must be text: <image> and parts of type image stand for images of the prompt",
+        "take it out of the response, or take the row out",
+    ),
     "not_a_chat": (
         "a prompt with images must be messages, which the chat_template renders",
         "write messages, or set data.prompt_as_chat=true",

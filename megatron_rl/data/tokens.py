@@ -12,18 +12,39 @@ from megatron_rl.data.chat_template import Draft
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.errors import ConfigError
+from megatron_rl.images import Pieces, parts_an_image, pieces_between
 
 
 @dataclass(frozen=True)
 class Tokens:
     """A text. counts: which of the ids are in the loss. prompt_length: tokens before the first response that counts.
     is_split: a response begins or ends inside a token of the whole text, so prompt and response were tokenised apart.
+    images: whose placeholders are among the ids.
     """
 
     ids: list[int]
     counts: list[bool]
     prompt_length: int
     is_split: bool = False
+    images: Pieces = ()
+
+    def with_images(self, ids: list[int], images: Pieces) -> Tokens:
+        """Return the text with all placeholders of its images, of which it has one each; none of them counts.
+
+        ids: with all placeholders.
+        """
+        if not images:
+            return self
+        counts, before, first = list[bool](), 0, 0
+        for piece in images:
+            text = piece.first - before
+            counts += [*self.counts[first : first + text], *[False] * piece.num_tokens]
+            before, first = piece.stop, first + text + 1
+        places = [piece.first - sum(other.num_tokens - 1 for other in images[:n]) for n, piece in enumerate(images)]
+        in_prompt = (piece for piece, place in zip(images, places, strict=True) if place < self.prompt_length)
+        longer = sum(piece.num_tokens - 1 for piece in in_prompt)
+        counts += self.counts[first:]
+        return replace(self, ids=ids, counts=counts, prompt_length=self.prompt_length + longer, images=images)
 
 
 class Encoder:
@@ -181,7 +202,7 @@ def fitted(answers: Sequence[Tokens], options: ReadingOptions, shares_prompt: bo
         return _with_counts(left), 0, len(answers) - len(left)
     if options.truncation == "left":
         if shares_prompt:
-            excess = [max(excess)] * len(answers)
+            excess = [_whole_start(answers[0].images, max(excess))] * len(answers)
             if excess[0] >= answers[0].prompt_length:
                 longest = max(len(answer.ids) - answer.prompt_length for answer in answers)
                 raise RowProblem("too_long", "", f"{longest} tokens in a response alone, and data.max_length={limit}")
@@ -192,16 +213,25 @@ def fitted(answers: Sequence[Tokens], options: ReadingOptions, shares_prompt: bo
 
 
 def _without_start(text: Tokens, num: int) -> Tokens:
+    num = _whole_start(text.images, num)
     counts = text.counts[num:]
     if num:
         counts[0] = False  # no token precedes it
-    return replace(text, ids=text.ids[num:], counts=counts, prompt_length=max(text.prompt_length - num, 0))
+    images = pieces_between(text.images, num, len(text.ids))
+    prompt_length = max(text.prompt_length - num, 0)
+    return replace(text, ids=text.ids[num:], counts=counts, prompt_length=prompt_length, images=images)
+
+
+def _whole_start(images: Pieces, num: int) -> int:
+    """How many tokens go where `num` must: an image that would lose some is left out as a whole."""
+    return next((piece.stop for piece in images if parts_an_image([piece], num)), num)
 
 
 def _without_end(text: Tokens, num: int) -> Tokens:
     length = len(text.ids) - num
-    prompt_length = min(text.prompt_length, length)
-    return replace(text, ids=text.ids[:length], counts=text.counts[:length], prompt_length=prompt_length)
+    length = next((piece.first for piece in text.images if parts_an_image([piece], length)), length)
+    prompt_length, images = min(text.prompt_length, length), pieces_between(text.images, 0, length)
+    return replace(text, ids=text.ids[:length], counts=text.counts[:length], prompt_length=prompt_length, images=images)
 
 
 def _with_counts(answers: Sequence[Tokens]) -> list[Tokens]:

@@ -15,6 +15,7 @@ from megatron_rl.config.megatron import FP8_RECIPES, MUON
 from megatron_rl.config.roles import PassSpec, RoleSpec, followed_policies
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.tasks import REWARD
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_emulated, is_in_eight_bits, mtp_specs
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
@@ -177,9 +178,10 @@ class RoleLedger:
 
     @cached_property
     def _tower_params(self) -> int:
-        """Parameters of the vision tower that an actor has next to its model; 0 where the run reads no images."""
+        """Parameters of the vision tower that the leader has next to its model; 0 where the run reads no images."""
         form = self.model.images
-        is_read = self.role.kind.is_sampled and self.config.data.image_key is not None
+        is_leader = self.role.kind.is_sampled or self.config.trainer.stage == REWARD
+        is_read = is_leader and self.config.data.image_key is not None
         return form.num_params if form is not None and is_read else 0
 
     def spared(self, pp_rank: int) -> int:

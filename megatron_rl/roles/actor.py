@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, policy_agg_mode, scored_columns
@@ -23,21 +22,19 @@ from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
-from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
+from megatron_rl.hybrid_engine.offload import Offloadable
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.kl import importance_weighted
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss, sequence_mask
 from megatron_rl.losses.rollout_correction import current_correction
-from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 from megatron_rl.roles.policy_followers import SampledPolicy
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.scoring_roles import num_compared
 
 if TYPE_CHECKING:
-    from megatron_rl.model.tower import VisionTower
     from megatron_rl.roles.distillation_terms import Distillation, DistillationTerms
     from megatron_rl.roles.mtp_training import MTPTraining
 
@@ -67,43 +64,19 @@ class Actor(SampledPolicy):
         self.distillation: Distillation | None = None
         if config.distillation.enabled:
             self.distillation = Distillation(rank, self.scorer)
-        self.tower: VisionTower | None = None
-        if rank.reads_images and rank.groups.is_dp_collector:
-            self.tower = source.vision_tower()
         self.mtp: MTPTraining | None = None
         if source.mtp == MTPUse.TRAINED:
             self.mtp = MTPTraining(self.trainable, self.scorer, self.config.mtp_loss_scaling_factor)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what is trained and sent, of teachers' heads next to the policy's, and of a vision tower."""
-        tower = {} if self.tower is None else {f"{self.spec.name} vision tower": storage_bytes(self.tower.parameters)}
-        return super().memory() | ({} if self.distillation is None else self.distillation.memory()) | tower
+        """Bytes of what is trained and sent, and of teachers' heads next to the policy's."""
+        return super().memory() | ({} if self.distillation is None else self.distillation.memory())
 
     def offloadable(self) -> list[Offloadable]:
-        """Tensors that the offload keys select, teachers' heads as their teachers' keys say, and a vision tower as the
-        policy's parameters.
-        """
-        heads = [] if self.distillation is None else self.distillation.offloadable()
-        is_moved = self.tower is not None and self.spec.megatron.param_offload
-        return super().offloadable() + heads + ([HostCopy(self._tower_parameters)] if is_moved else [])
-
-    def _tower_parameters(self) -> list[Tensor]:
-        return [] if self.tower is None else self.tower.parameters
+        """Tensors that the offload keys select, and teachers' heads as their teachers' keys say."""
+        return super().offloadable() + ([] if self.distillation is None else self.distillation.offloadable())
 
     # Scoring
-
-    @remote_method(Dispatch.DP, phase="images")
-    def image_features(self, batch: Batch) -> Batch | None:
-        """`image_features` of the images in `image_grids` and `image_patches`, one in each row; None on ranks whose
-        result does not count.
-
-        The tower is frozen, so the features of an image stay the same for the whole run.
-        """
-        if self.tower is None:
-            return None
-        images = zip(batch["image_patches"].unbind(), batch["image_grids"].unbind(), strict=True)
-        rows = [self.tower.features(patches, grid[0]).cpu() for patches, grid in images]
-        return Batch(image_features=ragged_from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])))
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:

@@ -18,6 +18,7 @@ from megatron_rl.config.roles import Following, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
 from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.roles.image_tower import RoleWithTower
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.read_model import ReadModel, ScoringRole
 from megatron_rl.roles.role import Role, TrainedRole
@@ -47,11 +48,12 @@ class SendingEnd:
     constants: Constants | None = None
 
 
-class FollowedPolicy(TrainedRole):
+class FollowedPolicy(RoleWithTower, TrainedRole):
     """A trained language model whose weights roles of other pools may take."""
 
     def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
         super().__init__(spec, rank, source, model)
+        self.take_tower(rank, source)
         self.rank = rank
         self.followers: dict[str, SendingEnd] = {}
 

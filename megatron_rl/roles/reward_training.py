@@ -8,11 +8,12 @@ from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.rows import last_of_rows
 from megatron_rl.records import Batch
 from megatron_rl.roles.critic import values_before
+from megatron_rl.roles.image_tower import RoleWithTower
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
 
-class TrainableRewardModel(TrainedRole):
+class TrainableRewardModel(RoleWithTower, TrainedRole):
     """Learns which answers are better; saved and exported as a critic, which is a reward model's folder."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
@@ -20,6 +21,7 @@ class TrainableRewardModel(TrainedRole):
 
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
+        self.take_tower(rank, source)
         objective = reward_objective(rank.config.reward_training)
         self.learner = PreferenceTrainer(self.trainable, values_before, objective, last_of_rows)
 

@@ -40,5 +40,6 @@ def dpo_once(repairs: Repairs, local: bool) -> dict[str, Any]:
             run.refresh_reference(step)
             metrics |= run.describe(batch.flat("input_ids").numel())
             run.logger.log(metrics | run.held_out.after(step), step)
-        rows = answer_rows(preference_batch(run.data.val[:NUM_PARITY_ROWS])).read_by(SCORING)
-        return finish_task(run, lambda: export_policy(run, policy, rows))
+        held_out = run.with_images(preference_batch(run.data.val[:NUM_PARITY_ROWS]))
+        rows = answer_rows(held_out).read_by(SCORING)
+        return finish_task(run, lambda: export_policy(run, policy, rows, run.patches_of))

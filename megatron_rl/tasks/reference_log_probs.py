@@ -28,12 +28,13 @@ CHUNK = 16
 
 
 def digest_of(records: Sequence[Ranking] | Sequence[Labelled]) -> str:
-    """SHA-256 of all tokens and loss masks, in their order."""
+    """SHA-256 of all tokens, loss masks and images, in their order."""
     digest = sha256()
     for record in records:
         for answer in answers_of(record):
             digest.update(f"{len(answer.tokens)},{answer.prompt_length};".encode())
             digest.update(answer.tokens.numpy().tobytes() + answer.loss_mask.numpy().tobytes())
+            digest.update("".join(piece.digest for piece in answer.images).encode())
     return digest.hexdigest()
 
 
@@ -67,13 +68,13 @@ class Preferences:
             scores: list[torch.Tensor] = []
             for first in range(0, len(records), size):
                 self.run.life.check_stop()
-                chunk = preference_batch(records[first : first + size])
+                chunk = self.run.with_images(preference_batch(records[first : first + size]))
                 scores += self.policy.answer_log_probs(chunk).get()["answer_scores"].unbind()
             stored.put(name, scores, answers)
 
     def batch(self, name: str, numbers: Sequence[int]) -> Batch:
         """Some prompts of a set, with the reference's log-probs if the loss reads them."""
-        batch = preference_batch([self.sets[name][number] for number in numbers])
+        batch = self.run.with_images(preference_batch([self.sets[name][number] for number in numbers]))
         reference = self.run.reference
         if self.is_stored:
             batch.add(given=self.run.stored.ragged(name, numbers))

@@ -36,11 +36,11 @@ def reward_once(repairs: Repairs, local: bool) -> dict[str, Any]:
         scorer = run.role(TrainableRewardModel)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
-            batch = reward_batch(run.data.next())
+            batch = run.with_images(reward_batch(run.data.next()))
             metrics = run.logger.update_metrics(CRITIC, [scorer.update(batch, len(batch))])
             metrics |= run.describe(batch.flat("input_ids").numel())
             run.logger.log(metrics | run.held_out.after(step), step)
-        held_out = reward_batch(run.data.val)
+        held_out = run.with_images(reward_batch(run.data.val))
         scores = scorer.scores(held_out).get()
         draw_calibration(run, held_out, scores)
         rows, statistics = held_out[:NUM_PARITY_ROWS], statistics_of(scores)
@@ -49,7 +49,7 @@ def reward_once(repairs: Repairs, local: bool) -> dict[str, Any]:
 
 def measured(run: TaskRun) -> dict[str, float]:
     """Loss of all held-out responses, and metrics of scores and pairs."""
-    batch = reward_batch(run.data.val)
+    batch = run.with_images(reward_batch(run.data.val))
     return loss_metrics(run.config, batch, run.role(TrainableRewardModel).scores(batch).get())
 
 

@@ -33,20 +33,20 @@ def sft_once(repairs: Repairs, local: bool) -> dict[str, Any]:
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
             run.logger.log(take_step(run) | run.held_out.after(step), step)
-        rows = token_batch(run.data.val[:NUM_PARITY_ROWS]).read_by(SCORING)
-        return finish_task(run, lambda: export_policy(run, policy, rows))
+        rows = run.with_images(token_batch(run.data.val[:NUM_PARITY_ROWS])).read_by(SCORING)
+        return finish_task(run, lambda: export_policy(run, policy, rows, run.patches_of))
 
 
 def take_step(run: TaskRun) -> dict[str, float]:
     """Take one optimizer step on the next batch; returns its metrics."""
-    batch = token_batch(run.data.next())
+    batch = run.with_images(token_batch(run.data.next()))
     metrics = run.logger.update_metrics(ACTOR, [run.role(SupervisedPolicy).update(batch)])
     return metrics | run.describe(batch["input_ids"].values().numel())
 
 
 def measured(run: TaskRun) -> dict[str, float]:
     """Cross-entropy per token of all held-out examples, and perplexity."""
-    batch = token_batch(run.data.val)
+    batch = run.with_images(token_batch(run.data.val))
     summed = run.role(SupervisedPolicy).log_likelihoods(batch).get()["scores"].double().sum()
     loss = -float(summed / float(batch.num_sampled.sum()))
     return {LOSS: loss, "val/perplexity": math.exp(min(loss, 700.0))}

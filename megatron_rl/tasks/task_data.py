@@ -14,6 +14,7 @@ from megatron_rl.config.schema import as_list
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.data.example_reader import ReadingReport
+from megatron_rl.data.prompt_images import PromptImages
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.reading import (
     Example,
@@ -36,7 +37,7 @@ UNSET_PROMPT_KEY = "prompt"
 """The default of `data.prompt_key`, which tasks without generation read as null."""
 
 ReadFiles = tuple[list[Any], ReadingReport]
-Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], ReadFiles]
+Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions, PromptImages | None], ReadFiles]
 
 
 def reader_of(config: TaskConfig) -> Reader:
@@ -63,12 +64,16 @@ def reading_options(
     return ReadingOptions.of(data, **others)
 
 
-def read_files(config: TaskConfig, folder: ModelFolder) -> tuple[ReadFiles, ReadFiles]:
-    """The records to train on and those held out, each with a report. Raises ConfigError."""
+def read_files(
+    config: TaskConfig, folder: ModelFolder, images: PromptImages | None = None
+) -> tuple[ReadFiles, ReadFiles]:
+    """The records to train on and those held out, each with a report. images: reads those of rows. Raises
+    ConfigError.
+    """
     data, read = config.data, reader_of(config)
     vocab_size, ends = folder.settings["vocab_size"], folder.end_tokens.ids
     train, val = (
-        read(as_list(files), folder.tokenizer, reading_options(config, kind, vocab_size, ends))
+        read(as_list(files), folder.tokenizer, reading_options(config, kind, vocab_size, ends), images)
         for kind, files in ((TRAIN, data.train_files), (VAL, data.val_files))
     )
     return train, val

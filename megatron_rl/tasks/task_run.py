@@ -8,20 +8,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.config.tasks import REWARD
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.controller.run_images import image_features, prompt_images
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunBase, RunPools, take_folder
+from megatron_rl.data.prompt_images import PromptImages
 from megatron_rl.observe.phase_watch import watching
 from megatron_rl.planning.memory import planned_memory
+from megatron_rl.records import Batch
+from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.roles.scoring_roles import Reference
+from megatron_rl.roles.supervised_policy import SupervisedPolicy
+from megatron_rl.sampling.image_features import ImageFeatures, PatchesOf
 from megatron_rl.tasks.stored_reference import StoredReference
-from megatron_rl.tasks.task_data import TaskData, read_files
+from megatron_rl.tasks.task_data import ReadFiles, TaskData, read_files
 from megatron_rl.tasks.validation_loss import ValidationLoss
 
 Kind = TypeVar("Kind")
@@ -29,12 +37,24 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class TaskRun(RunBase):
-    """The parts of a task's run. stored: the reference's log-probs, of dpo."""
+    """The parts of a task's run. stored: the reference's log-probs, of dpo. images: features of those that examples
+    show, and what gives their patches; None: examples are text.
+    """
 
     config: TaskConfig
     data: TaskData
     held_out: ValidationLoss
     stored: StoredReference
+    images: ImageFeatures | None
+    patches_of: PatchesOf | None
+
+    def with_images(self, batch: Batch) -> Batch:
+        """Return a batch with the columns of the images that its rows show."""
+        if self.images is None or "images" not in batch:
+            return batch
+        self.images.need(batch.objects("images"))
+        batch.add(self.images.columns(batch))
+        return batch.without("images")
 
     def role(self, kind: type[Kind]) -> Kind:
         """The handle of the role that is trained."""
@@ -64,7 +84,8 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         folder = repairs.folders[placement.leader.model_path]
         tokenizer = folder.tokenizer
         with watching("reading of the examples"):
-            data = TaskData(config, repairs.once("examples", partial(read_files, config, folder)))
+            images, files = repairs.once("examples", partial(read_with_images, config, folder))
+            data = TaskData(config, files)
         config = with_steps(config, len(data.train))
         logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config, repairs.folders))
         held_out = ValidationLoss(config, logger, repairs.stop)
@@ -78,4 +99,15 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         life = Lifecycle(logger, pools.hosts, parts, stop_policy, stored, repairs, held_out.step_to_keep)
         life.restore()
         with life:
-            yield TaskRun(config, pools, life, logger, repairs, data, held_out, stored)
+            kind = TrainableRewardModel if config.trainer.stage == REWARD else SupervisedPolicy
+            features = image_features(placement, images, pools.handle(placement.leader.name, kind))
+            patches_of = None if images is None else images.patches
+            yield TaskRun(config, pools, life, logger, repairs, data, held_out, stored, features, patches_of)
+
+
+def read_with_images(
+    config: TaskConfig, folder: ModelFolder
+) -> tuple[PromptImages | None, tuple[ReadFiles, ReadFiles]]:
+    """What reads images of examples, None where these are text, and `read_files`. Raises ConfigError."""
+    images = prompt_images(config, folder)
+    return images, read_files(config, folder, images)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.data.reading import Example, Labelled, Ranking, ScoredExample
 from megatron_rl.errors import ConfigError
+from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, ragged
 
 ONE_MORE = torch.zeros(1, dtype=torch.int64)
@@ -34,13 +37,19 @@ def answer_batch(
     prompts: Sequence[Sequence[ScoredTokens]],
     given: Sequence[Sequence[float]] | None = None,
     labels: Sequence[Sequence[float]] | None = None,
+    images: Sequence[Sequence[Pieces]] = (),
 ) -> Batch:
     """Put the responses to several prompts into one record.
 
-    given, labels: as in `losses.objectives.Answers`; None: 0.
+    given, labels: as in `losses.objectives.Answers`; None: 0. images: of each response.
     """
     zeros = [[0.0] * len(answers) for answers in prompts]
+    shown: dict[str, Any] = {}
+    if any(pieces for answers in images for pieces in answers):
+        shown["images"] = [tuple(chain(*answers)) for answers in images]
+        shown["answer_images"] = ragged([torch.tensor([*map(len, answers)]) for answers in images])
     return Batch(
+        **shown,
         input_ids=ragged([torch.cat([tokens for tokens, _ in answers]) for answers in prompts]),
         sampled=ragged([torch.cat([scored for _, scored in answers]) for answers in prompts]),
         answer_lengths=ragged([torch.tensor([len(tokens) for tokens, _ in answers]) for answers in prompts]),
@@ -52,18 +61,17 @@ def answer_batch(
 
 def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> Batch:
     """A batch for a reward model: rankings with their margins, or responses with their scores."""
-    prompts, given = [], []
-    for record in records:
-        if isinstance(record, Ranking):
-            prompts.append([scored_answer(answer) for answer in record.answers])
-            given.append([*record.margins, 0.0])
-        else:
-            prompts.append([scored_answer(record.example)])
-            given.append([record.score])
-    return answer_batch(prompts, given)
+    prompts = [[scored_answer(answer) for answer in answers_of(record)] for record in records]
+    given = [[*record.margins, 0.0] if isinstance(record, Ranking) else [record.score] for record in records]
+    return answer_batch(prompts, given, images=images_of(records))
 
 
-def answers_of(record: Ranking | Labelled) -> tuple[Example, ...]:
+def images_of(records: Sequence[Ranking | Labelled | ScoredExample]) -> list[list[Pieces]]:
+    """The images of each response of each record."""
+    return [[answer.images for answer in answers_of(record)] for record in records]
+
+
+def answers_of(record: Ranking | Labelled | ScoredExample) -> tuple[Example, ...]:
     """The responses to one prompt, the best first."""
     return record.answers if isinstance(record, Ranking) else (record.example,)
 
@@ -72,7 +80,7 @@ def preference_batch(records: Sequence[Ranking] | Sequence[Labelled]) -> Batch:
     """A batch of preferences for a policy, without the reference's log-probs."""
     prompts = [[preferred_answer(answer) for answer in answers_of(record)] for record in records]
     labels = [[float(isinstance(row, Labelled) and row.desirable)] * len(answers_of(row)) for row in records]
-    return answer_batch(prompts, labels=labels)
+    return answer_batch(prompts, labels=labels, images=images_of(records))
 
 
 def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
@@ -83,9 +91,10 @@ def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
     where no prompt has more than half of the records, each response is taken once. Raises ConfigError if all prompts
     are equal.
     """
-    prompts: dict[bytes, list[int]] = {}
+    prompts: dict[tuple[bytes, ...], list[int]] = {}
     for number, record in enumerate(records):
-        prompts.setdefault(prompt_of(record.example).numpy().tobytes(), []).append(number)
+        shown = (piece.digest.encode() for piece in record.example.images)
+        prompts.setdefault((prompt_of(record.example).numpy().tobytes(), *shown), []).append(number)
     most, count, after = max(map(len, prompts.values()), default=0), len(records), 0
     if most == count > 0:
         raise ConfigError(
@@ -113,4 +122,5 @@ def _with_answer(record: Labelled, answer: Example, max_length: int) -> Labelled
     prompt, start = prompt_of(record.example), max(answer.prompt_length, 1)
     tokens = torch.cat([prompt, answer.tokens[start:]])[:max_length]
     mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), answer.loss_mask[start:]])[:max_length]
-    return Labelled(Example(tokens, mask, record.where, len(prompt)), record.desirable, record.where)
+    example = Example(tokens, mask, record.where, len(prompt), record.example.images)
+    return Labelled(example, record.desirable, record.where)

@@ -37,7 +37,7 @@ def chat(*messages):
 
 #  kind, reader, the good rows around it, the bad row (bytes of a line, or an object), field
 OF_IMAGES = {"not_an_image", "image_count", "unreadable_image", "image_size", "image_outside", "too_many_images"}
-OF_IMAGES |= {"image_token", "not_a_chat"}
+OF_IMAGES |= {"image_token", "image_in_answer", "not_a_chat"}
 """Kinds of rows with images: test_hostile_images.py, test_image_prompts.py."""
 CASES = [
     ("not_json", "sft", "messages", b'{"messages": [', ""),

@@ -123,8 +123,8 @@ def test_paths_of_json_lines(read, tmp_path) -> None:
         (row("<image>", {"bytes": b"no image"}), "unreadable_image", "cannot identify"),
         (row("<image>", {"bytes": RED[:60]}), "unreadable_image", "images[0]"),
         (row("<image>" * 3, *[{"bytes": RED}] * 3), "too_many_images", "3 images, at most 2"),
-        (row("<|image_pad|> and <image>", {"bytes": RED}), "image_token", "1 more such tokens than its 1 images"),
-        (row("<|video_pad|>"), "image_token", "1 more such tokens than its 0 images"),
+        (row("<|image_pad|> and <image>", {"bytes": RED}), "image_token", "2 such tokens for 1 images"),
+        (row("<|video_pad|>"), "image_token", "1 such tokens for 0 images"),
     ],
 )
 def test_bad_rows_are_named(read, bad, kind: str, found: str) -> None:

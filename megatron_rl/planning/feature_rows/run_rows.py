@@ -10,7 +10,7 @@ from megatron_rl.config.distillation_keys import SELF
 from megatron_rl.config.keys import ACTOR, REF, ROLLOUT
 from megatron_rl.config.roles import PoolSize, pool_sizes
 from megatron_rl.config.task_config import TaskConfig
-from megatron_rl.config.tasks import DPO, PPO
+from megatron_rl.config.tasks import DPO, PPO, REWARD
 from megatron_rl.config.trainer import LOCAL, RAY
 from megatron_rl.planning.features import (
     CPU,
@@ -171,8 +171,8 @@ ROWS = (
         of_model=(Requirement("a model that reads images", _blind),),
         of_layout=(
             Requirement(
-                "prompts for reinforcement learning",
-                lambda run, use: "" if run.config.generates else "examples of sft, reward and dpo are read as text",
+                "a policy that is trained",
+                lambda run, use: "an exported reward model has no tower" if run.config.trainer.stage == REWARD else "",
                 keys=lambda run, use: {},
             ),
             Requirement(
