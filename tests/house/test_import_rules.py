@@ -116,7 +116,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "node_check": GROUND | {"roles", "cluster"},
     "controller": SAMPLED | {"planning", "sampling", "node_check"},
-    "tasks": SAMPLED | {"planning", "controller"},
+    "tasks": SAMPLED | {"planning", "controller", "sampling"},
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "planning", "user_code", "cluster.programs", "cluster.stale_processes"},
     "starter": {"errors", "config", "observe", "data", "checkpoint", "planning"},
