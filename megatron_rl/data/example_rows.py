@@ -37,7 +37,7 @@ class Chat:
 @dataclass(frozen=True)
 class ExampleRow:
     """answers: one, or several for preferences, the best first, with one margin fewer. desirable: the label of each
-    response, if labels are read. score: the response's, if scores are read. images: of the prompt.
+    response, if labels are read. score: the response's, if scores are read. images: those that the prompt shows.
     """
 
     answers: tuple[Text | Chat, ...]

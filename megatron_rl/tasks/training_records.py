@@ -41,7 +41,7 @@ def answer_batch(
 ) -> Batch:
     """Put the responses to several prompts into one record.
 
-    given, labels: as in `losses.objectives.Answers`; None: 0. images: of each response.
+    given, labels: as in `losses.objectives.Answers`; None: 0. images: those of each response.
     """
     zeros = [[0.0] * len(answers) for answers in prompts]
     shown: dict[str, Any] = {}
