@@ -9,9 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.roles import ACTOR, Placement, elastic_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.model.families import tensors_of
 from megatron_rl.observe.summary import layout_table, plain_table
 from megatron_rl.planning.async_estimate import AsyncEstimate
 from megatron_rl.planning.batch_arithmetic import batch_rows
@@ -25,6 +27,8 @@ from megatron_rl.planning.transition import TransitionPlan
 
 Row = tuple[str, object, str]
 """Name, value, and how it comes about."""
+FEW_COLUMNS = 128
+"""Columns of an expert on a rank below which the plan names expert parallelism."""
 LARGEST = 3
 """Tensors of the worst rank that the screen names."""
 ON_SCREEN = ("responses per prompt", "samples per step", "examples per step", "micro-batches per rank")
@@ -302,6 +306,23 @@ def base_notes(models: RunModels) -> list[str]:
     return [
         f"lora.base=host: {amount(copied)} of pinned host memory at most on each rank, {amount(copied * num_ranks)} a "
         "node, for frozen weights of other stages"
+    ]
+
+
+def expert_notes(models: RunModels) -> list[str]:
+    """Return a sentence about expert parallelism in generation where TP leaves few columns of experts to a rank."""
+    tp_size, ep_size = models.rollout.tp_size, models.rollout.ep_size
+    experts = [tensor for tensor in tensors_of(models.actor.specs).values() if tensor.is_expert]
+    cut = next(((tensor, tensor.tp_dim) for tensor in experts if tensor.tp_dim is not None), None)
+    if cut is None or ep_size > 1:
+        return []
+    num_experts, columns = cut[0].segments[0].shape[0], cut[0].segments[0].shape[cut[1]]
+    if columns // tp_size >= FEW_COLUMNS or num_experts % tp_size:
+        return []
+    return [
+        f"{ROLLOUT_KEY}.tensor_model_parallel_size={tp_size} leaves {columns // tp_size} of the {columns} columns of "
+        f"every expert to a rank that generates; {ROLLOUT_KEY}.expert_parallel_size={tp_size} gives it "
+        f"{num_experts // tp_size} of the {num_experts} experts whole, in as many bytes"
     ]
 
 

@@ -38,6 +38,7 @@ from megatron_rl.planning.plan_sections import (
     cache_section,
     delta_notes,
     elastic_notes,
+    expert_notes,
     follower_section,
     image_section,
     memory_section,
@@ -226,6 +227,7 @@ class RunPlan(Plan):
         config, models, path = self.config, self.models, self.config.actor_rollout_ref.model.path
         files = [f"{path} {rule} before the run can start" for rule in self.lacking]
         kept = repair_notes(config, models.pools) + base_notes(models) + elastic_notes(config) + delta_notes(models)
+        kept += expert_notes(models)
         return {
             "files": Section(json={"lacking_files": self.lacking}, notes=files),
             "batch": batch_section(config, repeat_notes(config.data, self.train_rows) + group_notes(config)),

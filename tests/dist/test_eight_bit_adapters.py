@@ -50,6 +50,14 @@ ADAPTED = [
     ),
     Case("merged", 2, 2, 1, options=MERGED),
     Case("merged-experts", 2, 1, 1, save=save_qwen3_moe, model=WIDE, options=MERGED | SP | EP2 | ETP1),
+    Case(
+        "merged-experts-TP2EP2",
+        *(2, 1, 2),
+        save=save_qwen3_moe,
+        model=WIDE,
+        options=MERGED | SP | EP2 | ETP1,
+        rollout_ep=2,
+    ),
     Case("merged-latent", 2, 2, 1, save=save_deepseek_v3, model=LATENT, options=MERGED | SP | ALL),
     Case("merged-delta", 2, 2, 1, save=save_qwen3_5, model=DELTA, options=MERGED),
 ]

@@ -58,6 +58,7 @@ class Placed(NamedTuple):
     def name(self) -> str:
         tp, pp, dp = self.train
         extra = "".join(f"-{key.split('_')[0]}{value}" for key, value in self.more.items() if value is not True)
+        extra += "-whole" * (f"{ROLLOUT}expert_parallel_size" in self.keys)
         extra += "-FP8" * self.in_eight_bits + "-LoRA" * (f"{ADAPTERS}rank" in self.keys)
         return f"{self.save.__name__[5:]}-TP{tp}PP{pp}DP{dp}{extra}-to-{self.replicas}xTP{self.tp}"
 
@@ -78,6 +79,7 @@ ROUTER = "override_transformer_config__moe_router_"
 BIASED = {f"{ROUTER}enable_expert_bias": True, f"{ROUTER}bias_update_rate": 0.3}
 PLAIN = {}
 FP8 = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
+WHOLE_EXPERTS = {f"{ROLLOUT}expert_parallel_size": 2}
 ADAPTERS = "actor_rollout_ref__model__lora__"
 LORA = {f"{ADAPTERS}rank": 8, f"{ADAPTERS}merge": True}
 
@@ -116,9 +118,11 @@ MORE = [
     Placed(save_llama, (2, 2, 1), PLAIN, 1, 2, FP8),
     Placed(save_wide_experts, (1, 1, 2), EP2, 2, 1, FP8 | {f"{ROLLOUT}weight_deltas": True}),
     Placed(save_llama, (1, 2, 1), PLAIN, 2, 1, FP8 | LORA),
+    Placed(save_qwen3_moe, (1, 2, 1), PLAIN, 2, 1, WHOLE_EXPERTS),
     Placed(save_llama, (2, 1, 1), PLAIN, 1, 1, FP8 | LORA | {f"{ADAPTERS}merge": False}),
 ]
 FURTHER = [
+    Placed(save_wide_experts, (1, 1, 2), EP2, 2, 1, FP8 | WHOLE_EXPERTS | {f"{ROLLOUT}weight_deltas": True}),
     Placed(save_gpt_oss, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (2, 2, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (1, 2, 1), PLAIN, 2, 1),

@@ -107,8 +107,9 @@ CASES = [
     Case("PP4-TP4EP4", 1, 4, 4, save=save_qwen3_moe, model={"num_experts": 8}, rollout_ep=4),
     Case("PP2DP2EP2-TP1-moonlight", 1, 2, 1, dp=2, save=save_moonlight, options=EP2),
 ]
-OFTEN = ("TP2EP2ETP1-TP2",)
-"""What `make test` goes through: experts on EP and ETP that differ from TP; `test_hybrid_engine.py` has stages.
+OFTEN = ("TP2EP2ETP1-TP2", "TP2EP2ETP1-TP2EP2")
+"""What `make test` goes through: experts on EP and ETP that differ from TP, and whole experts in
+generation; `test_hybrid_engine.py` has stages.
 
 The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
 tests/hybrid_engine.
@@ -120,6 +121,14 @@ WEEKLY_CASES = (
     "TP2ETP2-TP1-deepseek-v3",
     "TP2PP2ETP2-TP1-minimax",
     "DP2EP2-TP2-gpt-oss",
+    "TP2PP2ETP2-TP2EP2",
+    "TP2EP2ETP1-TP2EP2-deepseek-v3",
+    "PP2DP2EP2-TP2EP2-deepseek-v3",
+    "TP2ETP2-TP2EP2-gpt-oss",
+    "TP2ETP2-TP2EP2-minimax",
+    "TP2ETP2-TP2EP2-qwen2-moe",
+    "PP2-TP2EP2-glm4-moe",
+    "PP4-TP4EP4",
 )
 """What the sweeps leave to the week: further families in a layout that another model has, or a subset of its axes."""
 
