@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, w
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.checkpoint.pass_through import PassThroughTensors, kept_carried
-from megatron_rl.checkpoint.run_file import read_run_file
+from megatron_rl.checkpoint.run_file import read_run_file, reads_images
 from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
@@ -57,11 +57,15 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     if any(checkpoint_key(spec, 0) in saved.names for spec in mtp_specs(with_mtp).values()):
         model = with_mtp
     specs = model.value_specs if is_critic else model.specs
-    names = [tensor.name for tensor in hf_tensors(classifier_map(model.family, model.shape) if is_critic else specs)]
+    kept = PassThroughTensors()
+    if not is_critic or reads_images(checkpoint):
+        kept = kept_carried(source, base)
+    with_tower = is_critic and bool(kept.stored)
+    own = classifier_map(model.family, model.shape, with_tower) if is_critic else specs
+    names = [tensor.name for tensor in hf_tensors(own)]
     tensors = dict(zip(names, hf_tensors(specs), strict=True))
     dtype = saved.dtype(saved.weights[0])
     read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
-    kept = PassThroughTensors() if is_critic else kept_carried(source, base)
     carried = kept.without(tensors)
     if holds_adapters(saved) or (base is not None and not kept.stored):
         adapters = SavedAdapters.open(checkpoint, role, base)
@@ -78,7 +82,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
 
     return StoredModel(
         source,
-        model.family.reward_architecture if is_critic else model.family.architecture,
+        model.family.classifier(with_tower).reward_architecture if is_critic else model.family.architecture,
         {name: tensor.shape for name, tensor in tensors.items()}
         | {name: tuple(tensor.shape) for name, tensor in constants.items()}
         | carried.shapes,

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder
+from megatron_rl.checkpoint.model_folder import CONFIG, SCORE_AT_END, ModelFolder
 from megatron_rl.checkpoint.pass_through import FILE as PASS_THROUGH
 from megatron_rl.checkpoint.storage import free_space, storage_reason
 from megatron_rl.checkpoint.weight_files import MODEL_FILES
@@ -156,8 +156,10 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     write_index(folder, {file.name: file.tensors for file in files}, num_bytes)
     source = ModelFolder(description.source)
     is_classifier = description.architecture in REWARD_FAMILIES
-    if not is_classifier and inside_of([description.architecture]) is not None:
+    if inside_of([description.architecture]) is not None:
         copy_description(source, folder, description.dtype)
+        if is_classifier:
+            classifies(folder / CONFIG, description.architecture)
         source.write_generation_config(folder)
         return
     hf_config = deepcopy(classifier_config(source) if is_classifier else source.hf_config)
@@ -171,6 +173,13 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     hf_config.save_pretrained(folder)
     source.tokenizer.save_pretrained(folder)
     source.write_generation_config(folder)
+
+
+def classifies(config: Path, architecture: str) -> None:
+    """Let a config.json of a larger model name its classifier with one label, which has no head to tie."""
+    content = json.loads(config.read_text())
+    head = {"architectures": [architecture], "num_labels": 1, SCORE_AT_END: True}
+    config.write_text(json.dumps(content | head, indent=2) + "\n")
 
 
 def copy_description(source: ModelFolder, folder: Path, dtype: torch.dtype) -> None:

@@ -20,17 +20,22 @@ from typing import Any
 
 from megatron_rl.checkpoint.model_folder import TOKENIZER_FILES, ModelFolder
 from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
+from megatron_rl.config.json_files import UnreadableFileError
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import (
     REWARD_FAMILIES,
     Family,
+    ImageForm,
     family_of,
     head_cap,
+    image_form,
     rope_of,
     rope_type,
     ropes_of,
     rotary_share,
     routing_of,
     sliding_window,
+    tower_of,
 )
 
 SAMPLED_TENSORS, BLOCK = 256, 4096
@@ -144,6 +149,22 @@ def weights_digest(tensors: Mapping[str, StoredTensor], most: int = SAMPLED_TENS
             file.seek(tensor.start + place % (room + 1))
             digest.update(file.read(min(BLOCK, tensor.stop - tensor.start)))
     return digest.hexdigest()[:SHOWN]
+
+
+def tower_facts(path: str) -> tuple[ImageForm, str] | None:
+    """Return how the model of a folder reads images, and the `weights_digest` of its vision tower, by which two folders
+    with equal towers are recognised; None without a tower that can be read.
+    """
+    try:
+        folder = ModelFolder(path)
+        tower, form = tower_of(folder.facts.get("architectures")), image_form(folder.facts)
+        if tower is None or form is None:
+            return None
+        tensors, faults = folder.stored
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(tower.prefix)}
+        return (form, weights_digest(own, len(own))) if own and not faults else None
+    except (ConfigError, UnreadableFileError, OSError):
+        return None
 
 
 def _place(name: str) -> int:

@@ -29,6 +29,11 @@ def read_run_file(file: Path) -> dict[str, Any]:
     return content
 
 
+def reads_images(checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint reads images. Raises ConfigError as `read_run_file`."""
+    return read_run_file(checkpoint / "run.json")["config"].get("data", {}).get("image_key") is not None
+
+
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
     """Raise ConfigError if the body finds values in run.json that a run does not write."""

@@ -60,7 +60,7 @@ class TrainedRole(Role):
         from megatron_rl.roles.training import TrainableModel
 
         super().__init__(spec)
-        self.config = spec.settings
+        self.config, self.reads_images = spec.settings, rank.reads_images
         self.cut, self.score_cut = rank.micro_batching(spec.update), rank.micro_batching(spec.score)
         self.loss_scale = rank.loss_scale(spec)
         self.source = source
@@ -124,7 +124,9 @@ class TrainedRole(Role):
     def architecture(self) -> str:
         """transformers' class of the exported model."""
         family = self.source.model.family
-        return family.reward_architecture if self.spec.has_value_head else family.architecture
+        if self.spec.has_value_head:
+            return family.classifier(self.reads_images).reward_architecture
+        return family.architecture
 
     def memory(self) -> dict[str, int]:
         """Bytes of parameters, gradients, moments and masters, and of weights that emulated products in FP8 keep."""
@@ -140,8 +142,9 @@ class TrainedRole(Role):
         """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
 
         Adapters are merged in, and pass-through tensors copied from the folder that the role started from. A critic
-        becomes a classifier with one label, which a critic can start from and which carries nothing. Raises ConfigError
-        if that folder cannot be read, StorageError if a file of this rank cannot be written.
+        becomes a classifier with one label, which a critic can start from; it carries its tower where the run reads
+        images, else nothing. Raises ConfigError if that folder cannot be read, StorageError if a file of this rank
+        cannot be written.
         """
         import torch
 
@@ -154,7 +157,8 @@ class TrainedRole(Role):
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
-        carried = None if self.spec.has_value_head else PassThroughTensors.of(source.path)
+        is_text = self.spec.has_value_head and not self.reads_images
+        carried = None if is_text else PassThroughTensors.of(source.path)
         constants = read_constants(source.model.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
             constants |= {name: row.cpu() for name, row in bias.whole().items()}
@@ -162,7 +166,9 @@ class TrainedRole(Role):
         merged = MergedParameters(parameters, self.specs, source.adapter_specs, source.place, source.lora.scale)
         with writing(target):
             model = source.model
-            specs = classifier_map(model.family, model.shape) if self.spec.has_value_head else self.specs
+            specs = self.specs
+            if self.spec.has_value_head:
+                specs = classifier_map(model.family, model.shape, self.reads_images)
             if source.mtp == MTPUse.FROZEN:  # it is passed through, byte for byte
                 ahead = mtp_specs(model)
                 specs = {name: spec for name, spec in specs.items() if name not in ahead}

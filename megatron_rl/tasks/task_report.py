@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.config.steps import validates
 from megatron_rl.controller.report import export_adapter, export_and_compare, finish, with_engine_norms
+from megatron_rl.controller.run_images import tensors_of_row
 from megatron_rl.records import Batch, answer_rows
 from megatron_rl.roles.reward_training import TrainableRewardModel
+from megatron_rl.sampling.image_features import PatchesOf
 from megatron_rl.tasks.task_run import TaskRun
 
 NUM_PARITY_ROWS = 8
@@ -56,13 +59,29 @@ def export_scorer(run: TaskRun, scorer: TrainableRewardModel, batch: Batch, stat
         return scorer.scores(batch).get().flat("answer_scores")
 
     export_adapter(run, scorer)
-    return export_and_compare(run, "scores", write, scores, lambda target: hf_scores(target, batch))
+    return export_and_compare(run, "scores", write, scores, lambda target: hf_scores(target, batch, run.patches_of))
 
 
 @torch.no_grad()
-def hf_scores(folder: Path, batch: Batch) -> torch.Tensor:
-    """Float32 scores [N] of the responses by a Hugging Face classifier with one label, without the token after each."""
-    from transformers import AutoModelForSequenceClassification  # as late as possible: it imports every kind of layer
+def hf_scores(folder: Path, batch: Batch, patches_of: PatchesOf | None = None) -> torch.Tensor:
+    """Float32 scores [N] of the responses by a Hugging Face classifier with one label, without the token after each.
 
-    model = with_engine_norms(AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval())
-    return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in answer_rows(batch)["input_ids"].unbind()])
+    patches_of: gives the patches of images; the score is then made of the states of transformers' base model, as it has
+    no classifiers of most models that read images.
+    """
+    from transformers import AutoModel, AutoModelForSequenceClassification  # late: they import every kind of layer
+
+    rows = answer_rows(batch)
+    if patches_of is None:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        model = with_engine_norms(model.eval())
+        return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in rows["input_ids"].unbind()])
+    model = with_engine_norms(AutoModel.from_pretrained(folder, dtype=torch.float32).eval())
+    folder_of_head, head = HFFolder(folder), torch.empty(1, model.config.get_text_config().hidden_size)
+    folder_of_head.copy_box("score.weight", ((0, 1), (0, head.shape[1])), tuple(head.shape), head)
+    scores = []
+    for row, ids in enumerate(rows["input_ids"].unbind()):
+        shown = tensors_of_row(rows, row, patches_of, ids[:-1])
+        states = model(input_ids=ids[None, :-1], use_cache=False, **shown).last_hidden_state
+        scores.append(states[0, -1] @ head[0])
+    return torch.stack(scores)

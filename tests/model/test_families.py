@@ -213,7 +213,8 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
             expected = {name.replace(f"mlp.{own}", f"{names.block}.{own}"): shape for name, shape in expected.items()}
     if family.inside is not None:  # test_vision_families.py compares what is left out, and names on the disk
         prefix, own = "model.language_model.", family.inside.folder_prefix
-        text = {name: shape for name, shape in expected.items() if name.startswith((prefix, "lm_head."))}
+        heads = ("lm_head.", "score.")
+        text = {name: shape for name, shape in expected.items() if name.startswith((prefix, *heads))}
         assert len(text) < len(expected) - 50
         expected = {name.replace(prefix, own): shape for name, shape in text.items()}
     if tied and not is_classifier:

@@ -241,17 +241,24 @@ class Family:
     ) -> Family:
         """The family of a larger model with this language model inside.
 
-        defaults: values of absent settings, if they differ from this model's. places: fields of `Inside`.
+        defaults: values of absent settings, if they differ from this model's. places: fields of `Inside`. With a tower
+        it has a reward architecture of its own, of which the tower is a part; else that of the language model.
         """
         inside, absent = Inside(self, **places), dict(self.defaults) | dict(defaults)
+        own = architecture.replace("ForConditionalGeneration", "ForSequenceClassification")
         return replace(
             self,
             architecture=architecture,
+            reward_architecture=self.reward_architecture if inside.tower is None else own,
             own_type=model_type,
             carried=carried,
             defaults=absent,
             inside=inside,
         )
+
+    def classifier(self, with_tower: bool) -> Family:
+        """The family whose reward architecture an exported critic has. with_tower: the run reads images."""
+        return self if with_tower and self.inside is not None and self.inside.tower is not None else self.text
 
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with defaults for absent ones."""

@@ -134,9 +134,9 @@ def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     return trunk | {HEAD: whole("score.weight", (1, shape.hidden_size))}
 
 
-def classifier_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
-    """`value_param_map` under the names of an exported classifier, which is never inside a larger model."""
-    return value_param_map(family.text, shape)
+def classifier_map(family: Family, shape: ModelShape, with_tower: bool = False) -> dict[str, ParamSpec]:
+    """`value_param_map` under the names of an exported classifier. with_tower: see `Family.classifier`."""
+    return value_param_map(family.classifier(with_tower), shape)
 
 
 def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:

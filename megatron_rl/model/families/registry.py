@@ -20,7 +20,7 @@ ALL: tuple[Family, ...] = tuple(family for maker in import_modules_of(KNOWN) for
 FAMILIES: dict[str, Family] = {family.architecture: family for family in ALL}
 """Language models: what an actor, a reference or a critic can start from."""
 REWARD_FAMILIES: dict[str, Family] = {
-    family.reward_architecture: family for family in reversed(ALL) if family.inside is None
+    family.reward_architecture: family for family in reversed(ALL) if family is family.classifier(with_tower=True)
 }
 """Models with a classification head, which only a critic can start from. Of families that share one, the first."""
 SECTIONS = "mrope"
@@ -56,7 +56,8 @@ def is_reward_model(architectures: Iterable[str] | None) -> bool:
 
 def inside_of(architectures: Iterable[str] | None) -> Inside | None:
     """Where the language model of a HF config's `architectures` is in a larger one; None if it is the whole."""
-    return next((FAMILIES[name].inside for name in architectures or [] if name in FAMILIES), None)
+    known = FAMILIES | REWARD_FAMILIES
+    return next((known[name].inside for name in architectures or [] if name in known), None)
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.checkpoint.identity import tower_facts
 from megatron_rl.checkpoint.model_folder import ModelFolder, form_of_images
 from megatron_rl.config.distillation_keys import SELF
 from megatron_rl.config.keys import ACTOR, REF, ROLLOUT
 from megatron_rl.config.roles import PoolSize, pool_sizes
 from megatron_rl.config.task_config import TaskConfig
-from megatron_rl.config.tasks import DPO, PPO, REWARD
+from megatron_rl.config.tasks import DPO, PPO
 from megatron_rl.config.trainer import LOCAL, RAY
 from megatron_rl.planning.features import (
     CPU,
@@ -111,8 +112,9 @@ def _blind(run: RunFacts, use: Use) -> str:
 
 def _other_towers(run: RunFacts) -> dict[str, Any]:
     """The model folders of roles that would read the features of another tower than their own."""
-    readers = (role for role in run.megatron_roles if role.model_path not in (None, run.policy.model_path))
-    return {role.model_key: role.model_path for role in readers}
+    readers = [role for role in run.megatron_roles if role.model_path not in (None, run.policy.model_path)]
+    own = tower_facts(run.policy.model_path) if readers and run.policy.model_path else None
+    return {role.model_key: role.model_path for role in readers if own is None or tower_facts(role.model_path) != own}
 
 
 def _free_of_reference(run: RunFacts, use: Use) -> str:
@@ -171,15 +173,10 @@ ROWS = (
         of_model=(Requirement("a model that reads images", _blind),),
         of_layout=(
             Requirement(
-                "a policy that is trained",
-                lambda run, use: "an exported reward model has no tower" if run.config.trainer.stage == REWARD else "",
-                keys=lambda run, use: {},
-            ),
-            Requirement(
-                "one model for all roles that read rows",
+                "one vision tower for all roles that read rows",
                 lambda run, use: "features are those of the actor's tower" if _other_towers(run) else "",
                 keys=lambda run, use: _other_towers(run),
-                hint="or take the actor's folder",
+                hint="or take the actor's folder, or one that was trained from it",
             ),
         ),
         in_tasks=True,
