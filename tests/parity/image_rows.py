@@ -10,10 +10,12 @@ Not exercised: images with several frames; kernels of CUDA.
 
 from __future__ import annotations
 
+from image_examples import ImagePlainStep, ImageTask, save_qwen3_vl_reward_model
 from image_observations import ImageFeatures, ImageGradients, ImageUpdate
 from layout_keys import A2A, ALL_GATHER, CP2, FULL, P2P, PADDED, SP, VPP2, of_both
 from scenarios import ALWAYS, LONG, Row, Scenario
 from sweeps import WEEKLY
+from task_observations import TaskUpdate
 from vision_folders import (
     save_qwen3_5_moe_vl_folder,
     save_qwen3_5_vl_folder,
@@ -21,6 +23,8 @@ from vision_folders import (
     save_qwen3_vl_moe_folder,
     save_qwen25_vl_folder,
 )
+
+from megatron_rl.config.tasks import DPO, REWARD, SFT
 
 GRADIENTS, UPDATE, FEATURES = ImageGradients(), ImageUpdate(), ImageFeatures()
 AGAIN = of_both(FULL)
@@ -52,5 +56,17 @@ IMAGES = tuple(
         (save_qwen3_vl_moe_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, WEEKLY),
         (save_qwen3_vl_moe_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, UPDATE, LONG),
         (save_qwen25_vl_folder, "CP2, all_gather", (2, 1, 1), CP2 | ALL_GATHER, {}, UPDATE, WEEKLY),
+    )
+)
+TUNED, RANKED, PREFERRED = ImageTask(SFT), ImageTask(REWARD, "all_pairs"), ImageTask(DPO, "dpo")
+IMAGE_TASKS = tuple(
+    Row(Scenario(save, layout, ranks, keys=keys), observation, when)
+    for save, layout, ranks, keys, observation, when in (
+        (save_qwen3_vl_folder, "one process", (1, 1, 1), {}, ImagePlainStep(TUNED), LONG),
+        (save_qwen3_vl_folder, "one process", (1, 1, 1), {}, ImagePlainStep(PREFERRED), LONG),
+        (save_qwen3_vl_reward_model, "one process", (1, 1, 1), {}, ImagePlainStep(RANKED), LONG),
+        (save_qwen3_vl_folder, "TP2, PP2, packed", (4, 2, 2), {}, TaskUpdate(TUNED), WEEKLY),
+        (save_qwen3_vl_folder, "TP2, PP2, packed", (4, 2, 2), {}, TaskUpdate(PREFERRED), LONG),
+        (save_qwen3_vl_reward_model, "TP2xDP2", (4, 2, 1), {}, TaskUpdate(RANKED), WEEKLY),
     )
 )

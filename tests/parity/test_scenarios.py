@@ -14,7 +14,7 @@ from expert_rows import EXPERTS
 from family_rows import FAMILIES
 from folder_rows import FOLDERS
 from fp8_rows import FP8_TRAINING
-from image_rows import IMAGES
+from image_rows import IMAGE_TASKS, IMAGES
 from replay_rows import REPLAYED
 from resumed_rows import RESUMED
 from reward_rows import REWARDED
@@ -38,6 +38,7 @@ TABLE = (
     *TRANSITIONS,
     *DISTILLED,
     *IMAGES,
+    *IMAGE_TASKS,
 )
 
 
