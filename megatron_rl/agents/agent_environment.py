@@ -52,16 +52,43 @@ class AgentEnvironment:
         assert self._session is not None and self._asked is not None
         self._session.answer(turn)
         asked, before = await self._next_request(), self._asked
-        reward, self._session.reward = self._session.reward, 0.0
-        refused, self._session.num_refused = self._session.num_refused, 0
-        strangers, self._endpoint.num_unauthorized = self._endpoint.num_unauthorized, 0
-        known = {"agent_refused": float(refused), "agent_unauthorized": float(strangers)}
-        counts = {name: number for name, number in known.items() if number}
+        reward, counts = self._earned()
         if asked is None:
             return Observation((), reward, True, counts)
         self._asked = asked
         new = asked.after(before, turn)
-        return Observation(new, reward, False, counts, None if new else asked.opening)
+        if not new:
+            return Observation((), reward, False, counts, asked.opening)
+        return Observation(new, reward, False, counts, options=asked.options)
+
+    async def cut(self, turn: Turn) -> Observation:
+        """Tell the agent that its episode has no tokens or turns left, and return its grade.
+
+        One that fails because its requests are refused has given no grade: its rewards so far count. One that
+        fails by itself has failed. Raises EpisodeError.
+        """
+        assert self._session is not None
+        if turn.num_tokens:
+            self._session.answer(turn)
+        self._session.end_turns()
+        has_grade = True
+        try:
+            await self._next_request(may_ask=False)
+        except EpisodeError:
+            if not self._session.num_late:
+                raise
+            has_grade = False
+        reward, counts = self._earned()
+        return Observation((), reward, True, counts if has_grade else counts | {"agent_ungraded": 1.0})
+
+    def _earned(self) -> tuple[float, dict[str, float]]:
+        """The reward since the last look, and what is counted."""
+        assert self._session is not None
+        reward, self._session.reward = self._session.reward, 0.0
+        refused, self._session.num_refused = self._session.num_refused, 0
+        strangers, self._endpoint.num_unauthorized = self._endpoint.num_unauthorized, 0
+        known = {"agent_refused": float(refused), "agent_unauthorized": float(strangers)}
+        return reward, {name: number for name, number in known.items() if number}
 
     async def close(self) -> None:
         """End the agent and its session."""
@@ -70,16 +97,20 @@ class AgentEnvironment:
         if self._agent is not None:
             await self._agent.stop()
 
-    async def _next_request(self) -> ChatRequest | None:
-        """The agent's next request; None: it has ended. Raises EpisodeError where it fails or does not continue."""
+    async def _next_request(self, may_ask: bool = True) -> ChatRequest | None:
+        """The agent's next request; None: it has ended. may_ask: False: its requests are refused, and its end alone is
+        awaited. Raises EpisodeError where it fails or does not continue.
+        """
         assert self._session is not None and self._agent is not None
-        request = asyncio.ensure_future(self._session.next_request())
+        asks = self._session.next_request if may_ask else asyncio.Event().wait
+        request: asyncio.Future[Any] = asyncio.ensure_future(asks())
         end = asyncio.ensure_future(self._agent.end())
         try:
             first = asyncio.FIRST_COMPLETED
             done, _ = await asyncio.wait((request, end), timeout=self._timeout_s, return_when=first)
             if request in done:
-                return request.result()
+                asked: ChatRequest = request.result()
+                return asked
             if end not in done:
                 limit = f"multi_turn.tool_timeout_s={self._timeout_s:g}"
                 raise EpisodeError("timed_out", f"the agent has not asked again or ended within {limit}")
@@ -136,7 +167,8 @@ class AgentSource(EnvironmentSource):
     noun = "the agent"
 
     def host(self) -> EnvironmentHost:
-        start, endpoint = self._start(), Endpoint(largest_body(self.num_tokens, self.reads_images))
+        start = self._start()
+        endpoint = Endpoint(largest_body(self.num_tokens, self.reads_images), self.num_tokens)
         return EnvironmentHost(
             lambda: AgentEnvironment(start, endpoint, self.timeout_s, self.reads_images),
             is_async=True,
@@ -144,6 +176,7 @@ class AgentSource(EnvironmentSource):
             opens=True,
             close=endpoint.stop,
             reads_images=self.reads_images,
+            hears_cuts=True,
         )
 
     def _start(self) -> Start:

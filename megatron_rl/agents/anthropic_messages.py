@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.agents.chat_request import (
     MODEL,
+    NO_TOKENS_LEFT,
     ChatRequest,
     Content,
     asked_tokens,
@@ -20,7 +21,7 @@ from megatron_rl.agents.chat_request import (
     one_text,
 )
 from megatron_rl.agents.image_parts import Images, content_of
-from megatron_rl.agents.observation import Message, ToolCall, Turn
+from megatron_rl.agents.observation import Message, ToolCall, Turn, TurnOptions
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "stop_sequences": (None, []),
@@ -50,7 +51,9 @@ class AnthropicMessages:
             calls += [_call_names(message), *({} for _ in own[1:])]
         known = known_tools([*map(_schema, tools)])
         limit = asked_tokens(body.get("max_tokens"))
-        return ChatRequest(named_results(messages, calls), known, body.get("stream") is True, max_tokens=limit)
+        return ChatRequest(
+            named_results(messages, calls), known, body.get("stream") is True, options=TurnOptions(limit)
+        )
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a message."""
@@ -76,6 +79,11 @@ class AnthropicMessages:
         """Return the body of an error."""
         return {"type": "error", "error": {"type": kind, "message": reason}}
 
+    def too_long(self, num_tokens: int) -> Content:
+        """Return the body of the error that Anthropic's models give to a conversation that is too long."""
+        reason = f"prompt is too long: > {num_tokens} maximum: {NO_TOKENS_LEFT}"
+        return self.refusal(reason, "invalid_request_error")
+
 
 def _head(turn: Turn, number: int) -> Content:
     head = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": MODEL, "stop_sequence": None}
@@ -83,7 +91,7 @@ def _head(turn: Turn, number: int) -> Content:
 
 
 def _reason(turn: Turn) -> str:
-    return "tool_use" if turn.calls else "end_turn"
+    return "max_tokens" if turn.is_cut else "tool_use" if turn.calls else "end_turn"
 
 
 def _usage(turn: Turn) -> Content:

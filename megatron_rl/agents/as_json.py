@@ -14,12 +14,15 @@ from megatron_rl.agents.observation import (
     Observation,
     ToolCall,
     Turn,
+    TurnOptions,
     is_message,
     opening_of,
 )
 from megatron_rl.plain_values import describe_error, finite_number, plain_json, plain_text
 
 Answer = Observation | InitialConversation | EpisodeFailure
+LATER_FIELDS = ("num_tokens", "num_context", "reasoning_content", "is_cut")
+"""Fields of a turn that an older run has not written."""
 Played = tuple[Turn, Observation]
 """A turn with its response."""
 
@@ -49,7 +52,8 @@ def from_json(content: Any) -> Answer | WithImages:
 
 def turn_from_json(content: dict[str, Any]) -> Turn:
     """Return the turn of `dataclasses.asdict`."""
-    later = {name: content[name] for name in ("num_tokens", "num_context", "reasoning_content") if name in content}
+    later = {name: content[name] for name in LATER_FIELDS if name in content}
+    later["drawn"] = tuple((text, log_prob) for text, log_prob in content.get("drawn", ()))
     return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]), content["problem"], **later)
 
 
@@ -58,13 +62,15 @@ def answer_from_json(content: Any) -> Answer:
     try:
         if content.keys() == {"cause", "reason"} and content["cause"] in FAILURES:
             return EpisodeFailure(content["cause"], str(content["reason"]))
-        if content.keys() - {"max_tokens"} == {"messages", "tools"}:
+        # An older run wrote `max_tokens` here, and did not keep it.
+        if content.keys() - {"max_tokens", "options"} == {"messages", "tools"}:
             return _opening(content)
         messages, reward, is_done, counts = (content[name] for name in ("messages", "reward", "is_done", "counts"))
         is_valid = isinstance(is_done, bool) and type(reward) is float and all(map(is_message, messages))
         if is_valid and all(finite_number(value) is not None for value in counts.values()):
             anew = content.get("anew")
-            return Observation(tuple(messages), reward, is_done, counts, None if anew is None else _opening(anew))
+            again = None if anew is None else _opening(anew)
+            return Observation(tuple(messages), reward, is_done, counts, again, _options(content))
     except (KeyError, TypeError, AttributeError):
         pass
     raise ValueError(f"{content!r:.80}")
@@ -88,7 +94,16 @@ def plain_answer(answer: Answer) -> Answer:
 
 def _opening(content: dict[str, Any]) -> InitialConversation:
     messages, tools = tuple(content["messages"]), tuple(content["tools"])
-    return opening_of(InitialConversation(messages, tools, content.get("max_tokens")))
+    return opening_of(InitialConversation(messages, tools, _options(content)))
+
+
+def _options(content: dict[str, Any]) -> TurnOptions:
+    """Raises TypeError for other fields."""
+    options = TurnOptions(**content.get("options", {}))
+    limit = options.max_tokens
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise TypeError(f"max_tokens={limit!r:.80}")
+    return options
 
 
 @dataclass(frozen=True)

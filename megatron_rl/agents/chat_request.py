@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_rl.agents.image_parts import Images, content_of
-from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Message, Turn
+from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Message, Turn, TurnOptions
 
 Content = dict[str, Any]
 
@@ -18,19 +18,19 @@ MODEL = "policy"
 @dataclass(frozen=True)
 class ChatRequest:
     """A whole conversation and the agent's tools, in the form of chat templates. with_usage: a stream ends with it.
-    max_tokens: of the response, as the agent asks; None: it does not.
+    options: of the response.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Content, ...] = ()
     streams: bool = False
     with_usage: bool = False
-    max_tokens: int | None = None
+    options: TurnOptions = TurnOptions()
 
     @property
     def opening(self) -> InitialConversation:
         """The conversation as the beginning of an episode, or of a part of it."""
-        return InitialConversation(self.messages, self.tools, self.max_tokens)
+        return InitialConversation(self.messages, self.tools, self.options)
 
     def after(self, before: ChatRequest, turn: Turn) -> tuple[Message, ...]:
         """Return the messages that follow `before` and the policy's turn; none where this is another conversation."""
@@ -38,6 +38,13 @@ class ChatRequest:
         new = self.messages[len(known) :]
         goes_on = self.tools == before.tools and self.messages[: len(known)] == known
         return new if goes_on and all(message["role"] in FOLLOWING for message in new) else ()
+
+
+class OutOfTokensError(Exception):
+    """The episode has no tokens or turns left."""
+
+
+NO_TOKENS_LEFT = "the episode has no tokens or turns left"
 
 
 class ChatProtocol(Protocol):
@@ -58,6 +65,9 @@ class ChatProtocol(Protocol):
 
     def refusal(self, reason: str, kind: str) -> Content:
         """Return the body of an error."""
+
+    def too_long(self, num_tokens: int) -> Content:
+        """Return the body of the error of a conversation that has no tokens left. num_tokens: that it may have."""
 
 
 def object_with_messages(body: Any, only: Mapping[str, tuple[Any, ...]]) -> Content:

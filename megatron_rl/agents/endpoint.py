@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
-from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest
+from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest, OutOfTokensError
 from megatron_rl.agents.image_parts import EpisodeImages, Images
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
@@ -66,8 +66,8 @@ class _Open:
 @dataclass
 class Session:
     """The conversation of one agent. base_url, api_key: what its client needs. reward: what it has earned since the
-    last look. num_refused: requests that could not be answered. images: those of its requests; None: the run reads
-    text alone.
+    last look. num_refused: requests that could not be answered. num_late: those after the episode had no tokens or
+    turns left. images: those of its requests; None: the run reads text alone.
     """
 
     base_url: str
@@ -75,6 +75,8 @@ class Session:
     reward: float = 0.0
     num_refused: int = 0
     images: EpisodeImages | None = None
+    num_late: int = 0
+    is_over: bool = False
     _requests: asyncio.Queue[_Open] = field(default_factory=asyncio.Queue)
     _known: list[_Open] = field(default_factory=list)
     _last: _Open | None = None
@@ -90,6 +92,14 @@ class Session:
         if self._last is not None and not self._last.turn.done():
             self._last.turn.set_result(turn)
 
+    def end_turns(self) -> None:
+        """Refuse requests from here on: the episode has no tokens or turns left."""
+        self.is_over = True
+        for known in self._known:
+            if not known.turn.done():
+                known.turn.set_exception(OutOfTokensError())
+                known.turn.exception()  # a client that has hung up does not read it, which asyncio would report
+
     def close(self) -> None:
         """Leave the agent's requests without a reply."""
         for known in self._known:
@@ -97,11 +107,13 @@ class Session:
 
     async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[int, Turn]:
         """(number, the policy's turn); requests wait for each other. is_retry: the client has sent the same before and
-        had no reply.
+        had no reply. Raises OutOfTokensError once the episode has none left.
         """
         known = next((known for known in self._known if is_retry and known.request == request), None)
         if known is not None:
             return known.number, await asyncio.shield(known.turn)
+        if self.is_over:
+            raise OutOfTokensError
         self._num_turns += 1
         new = _Open(request, self._num_turns, asyncio.get_running_loop().create_future())
         self._known = [known for known in self._known if known is self._last or not known.turn.done()] + [new]
@@ -112,9 +124,9 @@ class Session:
 class Endpoint:
     """Serves sessions in the running event loop. num_unauthorized: requests with another key."""
 
-    def __init__(self, largest_body: int = LARGEST_BODY) -> None:
-        """largest_body: bytes of one request."""
-        self._largest_body = largest_body
+    def __init__(self, largest_body: int = LARGEST_BODY, num_tokens: int = 0) -> None:
+        """largest_body: bytes of one request. num_tokens: that a conversation may have."""
+        self._largest_body, self._num_tokens = largest_body, num_tokens
         self._sessions: dict[str, Session] = {}
         self._listening: asyncio.Task[str] | None = None
         self._runner: web.AppRunner | None = None
@@ -175,6 +187,9 @@ class Endpoint:
         except ValueError as error:
             session.num_refused += 1
             return web.json_response(protocol.refusal(str(error), "invalid_request_error"), status=400)
+        except OutOfTokensError:
+            session.num_late += 1
+            return web.json_response(protocol.too_long(self._num_tokens), status=400)
         except asyncio.CancelledError:
             return web.json_response(protocol.refusal("the episode has ended", "not_found_error"), status=410)
         if not asked.streams:

@@ -40,7 +40,8 @@ class TurnJob:
     """Play `turn` in the environment of an episode; None: begin the episode. row: its task.
 
     before: its earlier turns. opening: how it began, if its environment has begun it. num_left_out: the first of the
-    earlier turns that are not in `before`; an environment that has not played that many answers NOT_HERE.
+    earlier turns that are not in `before`; an environment that has not played that many answers NOT_HERE. is_over: the
+    episode has no tokens or turns left, and `turn` is the last.
     """
 
     episode: int
@@ -49,6 +50,7 @@ class TurnJob:
     turn: Turn | None
     opening: InitialConversation | None = None
     num_left_out: int = 0
+    is_over: bool = False
 
     def short(self) -> TurnJob:
         """Return it with the last of the earlier turns alone, for an environment that has played them."""
@@ -73,8 +75,8 @@ class Forget:
 
 
 class EnvironmentHost:
-    """Keeps environments by episode. opens: they begin their episodes. passing: exceptions that end the process, and
-    are no failures of an episode.
+    """Keeps environments by episode. opens: they begin their episodes. hears_cuts: they have a method `cut`. passing:
+    exceptions that end the process, and are no failures of an episode.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class EnvironmentHost:
         opens: bool = False,
         close: Callable[[], Awaitable[None]] | None = None,
         reads_images: bool = False,
+        hears_cuts: bool = False,
     ) -> None:
         """make: returns a fresh environment. is_async: some of its methods are. limit: of messages. close: ends what
         all of them share. reads_images: their messages may show images.
         """
         self._reads_images = reads_images
         self._make, self._is_async, self._limit, self.opens, self._close = make, is_async, limit, opens, close
+        self.hears_cuts = hears_cuts
         self._kept: dict[int, _Kept] = {}
         self.passing: tuple[type[BaseException], ...] = ()
 
@@ -146,7 +150,7 @@ class EnvironmentHost:
                 if again != answer:
                     return _differs(f"replied to turn {number + 1} with", again, answer)
             kept.before = list(job.before)
-        last = await self._step(kept, job.turn)
+        last = await (self._cut(kept.environment, job.turn) if job.is_over else self._step(kept, job.turn))
         if isinstance(last, Observation):
             kept.before.append((job.turn, last))
         return last
@@ -183,6 +187,17 @@ class EnvironmentHost:
         answer = read(images)
         kept.images.add(images or {})
         return answer
+
+    async def _cut(self, environment: Any, turn: Turn) -> Answer:
+        """Return the end of an episode that has been cut off, with the reward that its environment gives it."""
+        value: Any = await settled(environment.cut(turn))
+        if not isinstance(value, tuple | Observation):
+            value = (None, 0.0 if value is None else value, True)
+        try:
+            given = observation_of(value, self._limit)
+        except ValueError as error:
+            return EpisodeFailure("no_answer", f"cut must return a reward, None, or what step returns: {error}")
+        return plain_answer(Observation((), given.reward, True, given.counts))
 
 
 def _differs(what: str, again: object, before: object) -> EpisodeFailure:

@@ -65,10 +65,17 @@ class ClassSource(EnvironmentSource):
 
     def host(self) -> EnvironmentHost:
         kind: Any = load_class(self.path, self.key, self.name, METHODS)
-        methods = {name: getattr(kind, name, None) for name in (*METHODS, "opening", "close")}
+        methods = {name: getattr(kind, name, None) for name in (*METHODS, "opening", "cut", "close")}
         is_async = any(map(inspect.iscoroutinefunction, methods.values()))
-        opens = methods["opening"] is not None
-        return EnvironmentHost(lambda: kind(**self.kwargs), is_async, self.limit, opens, reads_images=self.reads_images)
+        opens, hears_cuts = methods["opening"] is not None, methods["cut"] is not None
+        return EnvironmentHost(
+            lambda: kind(**self.kwargs),
+            is_async,
+            self.limit,
+            opens,
+            reads_images=self.reads_images,
+            hears_cuts=hears_cuts,
+        )
 
 
 class EnvironmentsHere:
@@ -95,6 +102,11 @@ class EnvironmentsHere:
         """Whether environments begin their episodes."""
         return self._host.opens
 
+    @property
+    def hears_cuts(self) -> bool:
+        """Whether environments hear of an episode that is cut off."""
+        return self._host.hears_cuts
+
     def play(self, number: int, job: TurnJob) -> None:
         """Play a turn."""
         self._answers.append((number, self._done(self._host.do(job))))
@@ -115,10 +127,19 @@ class EnvironmentsHere:
 class EnvironmentProcesses(WorkProcesses):
     """Environments in processes of their own, each episode in one of them; a context manager."""
 
-    def __init__(self, source: EnvironmentSource, num_workers: int, timeout_s: float, opens: bool = False) -> None:
-        """timeout_s: seconds that an environment may take for one turn. opens: environments begin their episodes."""
+    def __init__(
+        self,
+        source: EnvironmentSource,
+        num_workers: int,
+        timeout_s: float,
+        opens: bool = False,
+        hears_cuts: bool = False,
+    ) -> None:
+        """timeout_s: seconds that an environment may take for one turn. opens: environments begin their episodes.
+        hears_cuts: they hear of one that is cut off.
+        """
         super().__init__(worker_supervisor.WorkerSettings(source, num_workers, timeout_s))
-        self.opens = opens
+        self.opens, self.hears_cuts = opens, hears_cuts
         self._turns: dict[int, TurnJob] = {}
 
     def play(self, number: int, job: TurnJob) -> None:

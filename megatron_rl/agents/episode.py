@@ -20,6 +20,7 @@ from megatron_rl.agents.observation import (
     Observation,
     TaskRow,
     Turn,
+    TurnOptions,
     messages_of_prompt,
 )
 from megatron_rl.images import Pieces, moved, pieces_between
@@ -29,7 +30,11 @@ from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Dra
 
 FAILED = "failed"
 AWAY = "away"
-STATES = ("", FINISHED_BY_STOP, FINISHED_BY_LENGTH, FAILED, AWAY)
+LIMITED, CUT, OVER = "away_limited", "away_cut", "away_over"
+"""Limits at which a turn ended that waits for its reply: the request's tokens; the episode's tokens;
+OVER: its reply has come, and no further turn can begin. After the last two the reply ends the episode.
+"""
+STATES = ("", FINISHED_BY_STOP, FINISHED_BY_LENGTH, FAILED, AWAY, LIMITED, CUT, OVER)
 """`Episode.state` by its number in checkpoints."""
 
 
@@ -65,13 +70,14 @@ class Episode:
 
     token_ids: all tokens after the prompt; is_sampled: of each, whether the policy sampled it. starts: places in
     token_ids where a conversation begins again, and what comes before is not read. log_probs, versions: of the sampled
-    ones. played: the turns that have a response. waits: a turn has ended and has no response yet. finish: why it ended,
-    or "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of tokens
-    that the engine has read, from the first one on, if they were asked for. A token keeps those that it had when the
-    engine read it first and sampled what follows: to read it again, elsewhere or under newer weights, changes nothing.
-    opening: how its environment began it; None: it begins with the dataset's prompt. group: requests whose responses
-    are compared with this one, itself among them; (): unknown. images: those of its prompt and of token_ids; None: the
-    run reads text.
+    ones. played: the turns that have a response. waits: a turn has ended and has no response yet. limit: at which it
+    ended, else "". finish: why the episode ended, or "". attempt: number of restarts with another seed; num_retries:
+    those after a failure. experts: those of tokens that the engine has read, from the first one on, if they were asked
+    for. A token keeps those that it had when the engine read it first and sampled what follows: to read it again,
+    elsewhere or under newer weights, changes nothing. opening: how its environment began it; None: it begins with the
+    dataset's prompt. group: requests whose responses are compared with this one, itself among them; (): unknown.
+    images: those of its prompt and of token_ids; None: the run reads
+    text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,6 +90,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)
     played: list[Played] = field(default_factory=list)
     waits: bool = False
+    limit: str = ""
     finish: str = ""
     attempt: int = 0
     num_retries: int = 0
@@ -95,12 +102,13 @@ class Episode:
 
     @property
     def state(self) -> str:
-        """Why it ended, `AWAY` if it waits for a response, else ""."""
-        return AWAY if self.waits else self.finish
+        """Why it ended, `AWAY` or its limit if it waits for a response, else ""."""
+        return self.limit or AWAY if self.waits else self.finish
 
     @state.setter
     def state(self, state: str) -> None:
-        self.waits = state == AWAY
+        self.waits = state in (AWAY, LIMITED, CUT, OVER)
+        self.limit = state if self.waits and state != AWAY else ""
         self.finish = "" if self.waits else state
 
     @property
@@ -176,9 +184,10 @@ class Episode:
             self.prompt_ids = reply.token_ids
             self.images = reply.images if self.images is not None else None
 
-    def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
+    def extend(self, new: Drawn, version: int, has_turns: bool, hears_cut: bool = False) -> None:
         """Add the tokens that a slice sampled with the weights of `version`. has_turns: a turn that ends has a
-        response."""
+        response. hears_cut: also one that the episode's limit ends.
+        """
         if isinstance(self.opening, EpisodeFailure):
             self.failure, self.finish = self.opening, FAILED
             return
@@ -186,12 +195,17 @@ class Episode:
         self.is_sampled += [True] * len(new.token_ids)
         self.log_probs += new.log_probs
         self.versions += [version] * len(new.token_ids)
-        self.waits = has_turns and new.finish == FINISHED_BY_STOP
+        self.limit = ""
+        if has_turns and new.finish == FINISHED_BY_LENGTH:
+            is_limited = turn_room(self) <= 0 < self.room
+            self.limit = LIMITED if is_limited else CUT if hears_cut else ""
+        self.waits = has_turns and (new.finish == FINISHED_BY_STOP or self.limit != "")
         self.finish = "" if self.waits else new.finish
         self.experts += [] if new.experts is None else [new.experts]
 
-    def take(self, reply: Reply, limits: EpisodeLimits) -> None:
-        """Add the answer to the turn that has ended. Without room for another turn the episode is cut off.
+    def take(self, reply: Reply, limits: EpisodeLimits, hears_cut: bool = False) -> None:
+        """Add the answer to the turn that has ended. Without room for another turn the episode is cut off; with
+        hears_cut it then waits for one more reply.
 
         One that fails begins again, with another seed, as often as may be. Raises ValueError if no turn waits for a
         response.
@@ -199,7 +213,8 @@ class Episode:
         if not self.waits:
             raise ValueError("the episode waits for no reply")
         assert reply.turn is not None and not isinstance(reply.answer, InitialConversation)
-        self.waits = False
+        was_cut = self.limit in (CUT, OVER)
+        self.waits, self.limit = False, ""
         if isinstance(reply.answer, EpisodeFailure):
             if self.num_retries < limits.max_retries:
                 self.num_retries += 1
@@ -208,10 +223,12 @@ class Episode:
             self.failure, self.finish = reply.answer, FAILED
             return
         self.played.append((reply.turn, reply.answer))
-        if reply.answer.is_done:
+        if was_cut:
+            self.finish = FINISHED_BY_LENGTH
+        elif reply.answer.is_done:
             self.finish = FINISHED_BY_STOP
         elif len(self.played) >= limits.max_turns or not has_room_for(self, reply, limits):
-            self.finish = FINISHED_BY_LENGTH
+            self.waits, self.limit, self.finish = hears_cut, OVER * hears_cut, "" if hears_cut else FINISHED_BY_LENGTH
         else:
             if reply.is_anew:
                 self.starts.append(len(self.token_ids))
@@ -234,7 +251,25 @@ class Episode:
         self.images = None if self.images is None else prompt_images(self)
         self.token_ids, self.is_sampled, self.log_probs, self.versions, self.played = [], [], [], [], []
         self.starts, self.experts = [], []
-        self.waits, self.finish, self.failure = False, "", None
+        self.waits, self.limit, self.finish, self.failure = False, "", "", None
+
+
+def options_of(episode: Episode) -> TurnOptions:
+    """Return the options of the present turn, or of the one that waits."""
+    if episode.played:
+        return episode.played[-1][1].next_options
+    return episode.opening.options if isinstance(episode.opening, InitialConversation) else TurnOptions()
+
+
+def turn_room(episode: Episode) -> int:
+    """Return the number of tokens that the present turn may still have."""
+    limit = options_of(episode).max_tokens
+    return episode.room if limit is None else min(episode.room, limit - len(episode.turn_ids))
+
+
+def num_turns(episode: Episode) -> int:
+    """Return the number of turns of the policy that have a response; one that could not begin is none."""
+    return sum(turn.num_tokens > 0 or not turn.is_cut for turn, _ in episode.played)
 
 
 def context_images(episode: Episode) -> Pieces:
@@ -299,7 +334,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     metrics["episode/drawn_again"] = float(sum(episode.num_retries for episode in episodes))
     if not ended:
         return metrics
-    turns = [max(len(episode.played), 1) for episode in ended]
+    turns = [max(num_turns(episode), 1) for episode in ended]
     metrics |= {"num_turns/mean": sum(turns) / len(turns), "num_turns/max": max(turns), "num_turns/min": min(turns)}
     metrics["environment/reward/mean"] = sum(episode.reward for episode in ended) / len(ended)
     counts: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron_rl.agents.as_json import Answer, WithImages
 from megatron_rl.agents.environment_host import TurnJob
-from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
+from megatron_rl.agents.episode import CUT, OVER, Episode, EpisodeLimits, Reply, options_of
 from megatron_rl.agents.image_parts import images_of
 from megatron_rl.agents.observation import (
     FOLLOWING,
@@ -31,10 +31,13 @@ from megatron_rl.plain_values import describe_error
 
 
 class Environments(Protocol):
-    """Where environments are. opens: they begin their episodes."""
+    """Where environments are. opens: they begin their episodes. hears_cuts: they hear of one that is cut off."""
 
     @property
     def opens(self) -> bool: ...
+
+    @property
+    def hears_cuts(self) -> bool: ...
 
     def play(self, number: int, job: TurnJob) -> None:
         """Have a turn played; the reply comes with `take`."""
@@ -79,6 +82,10 @@ class Episodes:
     def is_open(self) -> bool:
         """Whether a turn waits for its reply."""
         raise NotImplementedError
+
+    def hears_cut(self, number: int) -> bool:
+        """Return whether the environment of an episode hears that no tokens or turns are left."""
+        return False
 
     def submit(self, number: int, episode: Episode) -> None:
         """Have the turn answered with which an episode waits."""
@@ -149,6 +156,11 @@ class RecordedEpisodes(Episodes):
     def is_open(self) -> bool:
         return bool(self._ready)
 
+    def hears_cut(self, number: int) -> bool:
+        recorded = self._recorded[number]
+        # A run that did not tell them has recorded no reply.
+        return bool(recorded) and recorded[0].turn is not None and recorded[0].turn.is_cut
+
     def submit(self, number: int, episode: Episode) -> None:
         if not self._recorded[number]:
             raise ReplayError(f"a turn of request {number} ended that has no reply in the recorded schedule")
@@ -202,7 +214,6 @@ class LiveEpisodes(Episodes):
         self._environments, self._renderer, self._reader = environments, renderer, reader
         self._longest_prompt, self._appending = longest_prompt, frozenset(appending)
         self._shown: set[tuple[str, ...]] = set()
-        self._saw_limit = False
         self._open: dict[int, _OpenTurn] = {}
         self._jobs_of: dict[int, list[int]] = {}  # episode -> those of _open
         self._failed: list[tuple[int, Reply]] = []
@@ -214,11 +225,17 @@ class LiveEpisodes(Episodes):
     def is_open(self) -> bool:
         return bool(self._open or self._failed or self._arrived)
 
+    def hears_cut(self, number: int) -> bool:
+        return self._environments.hears_cuts
+
     def submit(self, number: int, episode: Episode) -> None:
         ids, before = episode.turn_ids, episode.conversation
-        num_context = len(episode.context_ids) - len(ids)
+        if episode.limit == OVER:
+            turn = Turn("", num_context=len(episode.context_ids), is_cut=True)
+            self._submit(episode, _OpenTurn(number, turn, before=before))
+            return
         try:
-            turn = replace(self._reader.turn(ids, before.tools), num_tokens=len(ids), num_context=num_context)
+            turn = self._turn(episode, ids, before.tools)
         except ConfigError:
             raise
         except Exception as error:  # tools of an agent's; it costs this episode alone
@@ -226,6 +243,14 @@ class LiveEpisodes(Episodes):
             self._failed.append((number, Reply(Turn(""), failure)))
             return
         self._submit(episode, _OpenTurn(number, turn, ids[-1], before, episode.room, episode.row.get("images", ())))
+
+    def _turn(self, episode: Episode, ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> Turn:
+        """The turn with these tokens. Raises what readers raise."""
+        options, num_context = options_of(episode), len(episode.context_ids) - len(ids)
+        log_probs = episode.log_probs[-len(ids) :] if options.with_log_probs else []
+        drawn = tuple((self._reader.text_of(token), value) for token, value in zip(ids, log_probs, strict=False))
+        turn = self._reader.turn(ids, () if options.is_text else tools)
+        return replace(turn, num_tokens=len(ids), num_context=num_context, is_cut=episode.limit != "", drawn=drawn)
 
     def _begins(self, number: int, episode: Episode) -> bool:
         if self._environments.opens:
@@ -236,9 +261,9 @@ class LiveEpisodes(Episodes):
         job, opening = next(self._jobs), episode.opening if isinstance(episode.opening, InitialConversation) else None
         self._open[job] = new
         self._jobs_of.setdefault(new.number, []).append(job)
-        self._environments.play(
-            job, TurnJob(new.number, self._row(new.number, episode), tuple(episode.played), new.turn, opening)
-        )
+        is_over, row = episode.limit in (CUT, OVER), self._row(new.number, episode)
+        played = tuple(episode.played)
+        self._environments.play(job, TurnJob(new.number, row, played, new.turn, opening, is_over=is_over))
 
     def _row(self, number: int, episode: Episode) -> TaskRow:
         """The task of an episode, with the encoded images of the dataset's prompt."""
@@ -280,7 +305,6 @@ class LiveEpisodes(Episodes):
             begins = answer if isinstance(answer, InitialConversation) else answer.anew
             if begins is not None:
                 self._look_for(begins.tools)
-                self._look_at_limit(begins.max_tokens, known.room)
             if isinstance(answer, InitialConversation):
                 begun = self._renderer.beginning(answer, self._longest_prompt)
                 return self._begun(answer, *self._with_images(begun, answer.messages, known, self._longest_prompt))
@@ -323,13 +347,6 @@ class LiveEpisodes(Episodes):
         if names and is_new and self._renderer.unwritten_tools(tools):
             what = f"the policy cannot see the {len(names)} tools of an agent ({', '.join(names)[:80]})"
             self.late_notes.append(f"the chat template writes no tools: {what}")
-
-    def _look_at_limit(self, max_tokens: int | None, room: int) -> None:
-        """Note, once, that responses may be longer than an agent asks for. room: tokens that they may have."""
-        if max_tokens is not None and max_tokens < room and not self._saw_limit:
-            self._saw_limit = True
-            what = f"an agent asks for at most {max_tokens} tokens (max_tokens), and a turn may have {room}"
-            self.late_notes.append(f"{what}: a run keeps its own limit, data.max_response_length of the whole episode")
 
     def _rewritten(self, known: _OpenTurn, answer: Observation) -> InitialConversation | None:
         """The whole conversation, where the template does not append."""

@@ -11,7 +11,8 @@ An environment is a class in a file of the user's:
 
 The observation is a text, a list of messages, or None. The content of a message is a text, or a list of parts of
 which some are images (`image_parts`), where the run reads images. Both methods may be async. A method `opening` returns
-the conversation with which the episode begins, in place of the dataset's prompt.
+the conversation with which the episode begins, in place of the dataset's prompt. A method `cut` gets the turn at which
+an episode has run out of tokens or turns, and returns its reward.
 """
 
 from __future__ import annotations
@@ -42,12 +43,18 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+DrawnToken = tuple[str, float]
+"""Text and log-prob of a sampled token."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """One turn of the policy. text: without special tokens, calls and, where the chat template knows thoughts, without
     the thought, which is `reasoning_content`. calls: the tool calls in it, in order; none is read inside of a thought.
 
     problem: why a call in it cannot be read; "" if none fails to be. num_tokens: of the turn; num_context: before it.
+    drawn: its tokens, if an agent asked for log-probs. is_cut: it ended at a limit of tokens. A turn that is cut and
+    has no tokens could not begin: the episode has no tokens or turns left.
     """
 
     text: str
@@ -56,6 +63,8 @@ class Turn:
     num_tokens: int = 0
     num_context: int = 0
     reasoning_content: str = ""
+    is_cut: bool = False
+    drawn: tuple[DrawnToken, ...] = ()
 
     def as_message(self) -> Message:
         """Return it as a message, in the form of chat templates."""
@@ -69,15 +78,25 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class InitialConversation:
-    """A conversation up to the policy's next turn. tools: schemas of tools that the chat template is given.
+class TurnOptions:
+    """Options of the policy's next turn, as an agent sets them. max_tokens: its limit, None: the episode's alone.
+    with_log_probs: `Turn.drawn`. is_text: calls in it are not read.
+    """
 
-    max_tokens: that an agent asked for in a turn, which a run does not keep, but says once. None: it did not ask.
+    max_tokens: int | None = None
+    with_log_probs: bool = False
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class InitialConversation:
+    """A conversation up to the policy's next turn. tools: schemas of tools that the chat template is given. options: of
+    that turn.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    max_tokens: int | None = None
+    options: TurnOptions = TurnOptions()
 
 
 Opening = InitialConversation
@@ -89,7 +108,8 @@ class Observation:
     """The answer to a turn. messages: what the policy reads next. is_done: the episode ends, and no message is read.
 
     reward: of this turn; rewards of an episode are added up. counts: numbers to log, summed over an episode.
-    again: a conversation that begins here; the policy reads this, and neither messages nor what came before.
+    again: a conversation that begins here; the policy reads this, and neither messages nor what came before. options:
+    of the next turn, where the conversation continues.
     """
 
     messages: tuple[Message, ...] = ()
@@ -97,6 +117,12 @@ class Observation:
     is_done: bool = False
     counts: dict[str, float] = field(default_factory=dict)
     anew: InitialConversation | None = None
+    options: TurnOptions = TurnOptions()
+
+    @property
+    def next_options(self) -> TurnOptions:
+        """Options of the policy's next turn."""
+        return self.options if self.anew is None else self.anew.options
 
 
 @dataclass(frozen=True)
@@ -160,8 +186,10 @@ def observation_of(value: Any, limit: TextLimit, images: Images | None = None) -
     """
     counts: dict[str, Any] = {}
     anew: InitialConversation | None = None
+    options = TurnOptions()
     if isinstance(value, Observation):
-        counts, anew = value.counts, None if value.anew is None else opening_of(value.anew, images)
+        counts, options = value.counts, value.options
+        anew = None if value.anew is None else opening_of(value.anew, images)
         value = (value.messages, value.reward, value.is_done)
     if not isinstance(value, tuple) or len(value) != 3:
         raise ValueError(f"step must return (observation, reward, done) or an Observation; it returned {quote(value)}")
@@ -175,7 +203,7 @@ def observation_of(value: Any, limit: TextLimit, images: Images | None = None) -
         raise ValueError(f"done must be True or False; it is {quote(is_done)}")
     earned, *counted = (number for number in numbers if number is not None)
     messages = tuple(map(limit.applied, messages_of(said, images)))
-    return Observation(messages, earned, is_done, dict(zip(counts, counted, strict=True)), anew)
+    return Observation(messages, earned, is_done, dict(zip(counts, counted, strict=True)), anew, options)
 
 
 def messages_of(said: Any, images: Images | None = None) -> tuple[Message, ...]:

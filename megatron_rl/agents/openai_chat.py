@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.agents.chat_request import (
     MODEL,
+    NO_TOKENS_LEFT,
     ChatRequest,
     Content,
     asked_tokens,
@@ -20,7 +21,7 @@ from megatron_rl.agents.chat_request import (
     one_text,
 )
 from megatron_rl.agents.image_parts import Images, content_of
-from megatron_rl.agents.observation import Message, ToolCall, Turn
+from megatron_rl.agents.observation import Message, ToolCall, Turn, TurnOptions
 from megatron_rl.plain_values import strict_json
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -49,7 +50,7 @@ class OpenAIChat:
         with_usage = isinstance(options, dict) and options.get("include_usage") is True
         limit = asked_tokens(body.get("max_completion_tokens"), body.get("max_tokens"))
         named = named_results(messages, map(_calls, body["messages"]))
-        return ChatRequest(named, tools, body.get("stream") is True, with_usage, limit)
+        return ChatRequest(named, tools, body.get("stream") is True, with_usage, TurnOptions(limit))
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a `chat.completion`."""
@@ -77,7 +78,22 @@ class OpenAIChat:
 
     def refusal(self, reason: str, kind: str) -> Content:
         """Return the body of an error."""
-        return {"error": {"message": reason, "type": kind, "param": None, "code": None}}
+        return openai_error(reason, kind)
+
+    def too_long(self, num_tokens: int) -> Content:
+        """Return the body of the error that OpenAI's models give to a conversation that is too long."""
+        return openai_too_long("messages", num_tokens)
+
+
+def openai_error(reason: str, kind: str, param: str | None = None, code: str | None = None) -> Content:
+    """Return the body of an error."""
+    return {"error": {"message": reason, "type": kind, "param": param, "code": code}}
+
+
+def openai_too_long(param: str, num_tokens: int) -> Content:
+    """Return the body of the error of a conversation that is too long. param: the field with the conversation."""
+    reason = f"This model's maximum context length is {num_tokens} tokens: {NO_TOKENS_LEFT}."
+    return openai_error(reason, "invalid_request_error", param, "context_length_exceeded")
 
 
 def _head(kind: str, number: int) -> Content:
@@ -85,7 +101,7 @@ def _head(kind: str, number: int) -> Content:
 
 
 def _reason(turn: Turn) -> str:
-    return "tool_calls" if turn.calls else "stop"
+    return "length" if turn.is_cut else "tool_calls" if turn.calls else "stop"
 
 
 def _usage(turn: Turn) -> Content:

@@ -50,6 +50,11 @@ class TurnReader:
         thought, text = (without_special(each, self._tokenizer) for each in (said.thought, said.rest))
         return Turn(text, reasoning_content=thought)
 
+    def text_of(self, token_id: int) -> str:
+        """Return a token as text, special ones too."""
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
     def _parser(self, tools: Schemas) -> ToolParser:
         name = json.dumps(list(tools), sort_keys=True)
         if name not in self._parsers:

@@ -145,7 +145,7 @@ def open_environments(
     # Tools and agents have limits of their own, which end first and cost no other episode its process.
     own_limits = 1 if isinstance(source, ClassSource) else 2
     return opened.enter_context(
-        EnvironmentProcesses(source, keys.num_workers, own_limits * keys.tool_timeout_s, host.opens)
+        EnvironmentProcesses(source, keys.num_workers, own_limits * keys.tool_timeout_s, host.opens, host.hears_cuts)
     )
 
 

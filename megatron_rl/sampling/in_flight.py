@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
-from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, context_images, prompt_images, rows_of
+from megatron_rl.agents.episode import (
+    STATES,
+    Episode,
+    EpisodeLimits,
+    Reply,
+    context_images,
+    prompt_images,
+    rows_of,
+    turn_room,
+)
 from megatron_rl.agents.observation import Opening
 from megatron_rl.images import Pieces
 from megatron_rl.records import Batch, Conversation, Sampling, ragged_of_pieces, row_lengths
@@ -49,16 +58,18 @@ class InFlightBatches:
         groups: GroupMap | None = None,
         images_of: ImagesOf = lambda pieces: (),
         shown: TurnImages | None = None,
+        hears_cut: Callable[[int], bool] = lambda request: False,
     ) -> None:
         """with_versions: of tokens; False where all of a batch are of the newest weights. shown: the images of turns;
         None: turns are text.
 
-        limits: of episodes; None: nothing answers a turn, and the first one is the last. groups: None: each request is
+        limits: of episodes; None: nothing answers a turn, and the first one is the last. hears_cut: whether the
+        environment of a request hears that it is cut off. groups: None: each request is
         a group, which stays in its batch.
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
         self._earlier_of, self._limits, self._images_of, self.shown = earlier_of, limits, images_of, shown
-        self.has_turns = limits is not None
+        self.has_turns, self._hears_cut = limits is not None, hears_cut
         self.groups = GroupMap(batch_rows) if groups is None else groups
         self._episodes: dict[int, Episode] = {}
         self._compared: set[int] = set()
@@ -103,17 +114,19 @@ class InFlightBatches:
         its reply.
         """
         for request, new in drawn.items():
-            self.episode(request).extend(new, version, self.has_turns)
+            self.episode(request).extend(new, version, self.has_turns, self._hears_cut(request))
             if new.drafts is not None:
                 step = self.groups.batch_of(request)
                 self._drafts[step] = self.drafts(step).plus(new.drafts)
         return [request for request in drawn if self.episode(request).waits]
 
     def take(self, request: int, reply: Reply) -> bool:
-        """Add the reply to a turn; returns whether the request is finished."""
+        """Add the reply to a turn; returns whether the request is finished. Where it hears that it is cut off, it
+        waits again.
+        """
         episode = self.episode(request)
         assert self._limits is not None
-        episode.take(reply, self._limits)
+        episode.take(reply, self._limits, self._hears_cut(request))
         return episode.finish != ""
 
     @property
@@ -338,5 +351,5 @@ def start_of(
     """The message with which a replica begins an episode or continues it."""
     row, sampling = episode.row, episode.sampling
     seed = seed_of(sampling.salt, row["index"], row["sample"], episode.attempt, len(episode.token_ids))
-    images = images_of(context_images(episode))
-    return Start(request, episode.context_ids, seed, episode.room, sampling, earlier, episode.experts_from, images)
+    images, room = images_of(context_images(episode)), turn_room(episode)
+    return Start(request, episode.context_ids, seed, room, sampling, earlier, episode.experts_from, images)

@@ -113,6 +113,9 @@ class RequestQueue:
                 self._beginning.discard(request)
                 continue
             is_finished = self.answers.take(request, reply)
+            if self.answers.episode(request).waits:
+                self._submit(request)
+                continue
             self.scheduler.returned(request, is_finished)
             self.apply_decisions()
             if is_finished:

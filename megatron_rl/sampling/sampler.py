@@ -172,6 +172,7 @@ class Sampler:
             schedule.scheduler.groups,
             self._images_of,
             self._turn_images(schedule),
+            lambda request: self.episodes is not None and self.episodes.hears_cut(request),
         )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self._verdicts = sources.verdicts

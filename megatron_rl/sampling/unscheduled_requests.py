@@ -99,7 +99,8 @@ class UnscheduledRequests:
         for report in reports:
             for request, new in report.drawn.items():
                 episode = self._rows[request]
-                episode.extend(new, report.version, self._episodes is not None)
+                hears_cut = self._episodes is not None and self._episodes.hears_cut(request)
+                episode.extend(new, report.version, self._episodes is not None, hears_cut)
                 if self._episodes is not None and episode.waits:
                     self._away.add(request)
                     self._episodes.submit(request, episode)
@@ -110,8 +111,12 @@ class UnscheduledRequests:
         while is_open:
             assert self._episodes is not None
             for request, reply in self._episodes.take_of(self._away, waits or self._awaits_turns):
-                self._away.remove(request)
-                self._rows[request].take(reply, self._episodes.limits)
+                episode, hears_cut = self._rows[request], self._episodes.hears_cut(request)
+                episode.take(reply, self._episodes.limits, hears_cut)
+                if episode.waits:  # it hears that it is over
+                    self._episodes.submit(request, episode)
+                else:
+                    self._away.remove(request)
             is_open = self._awaits_turns and bool(self._away)
 
     def rows(self) -> Batch:

@@ -43,7 +43,7 @@ TOKENS = Drawn((5, 6), (-0.5, -0.25), FINISHED_BY_STOP)
 class InstantEnvironments:
     """Answers every turn with one observation, as soon as more than `num_away` turns wait, or nothing else is left."""
 
-    opens = False
+    opens = hears_cuts = False
 
     def __init__(self, num_away: int) -> None:
         self._num_away = num_away

@@ -10,9 +10,25 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.agents.environment_source import ClassSource, EnvironmentsHere
-from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply, episode_metrics, rows_of
+from megatron_rl.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    Reply,
+    episode_metrics,
+    num_turns,
+    rows_of,
+    turn_room,
+)
 from megatron_rl.agents.episodes import LiveEpisodes, RecordedEpisodes
-from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, TextLimit, ToolCall, Turn
+from megatron_rl.agents.observation import (
+    EpisodeFailure,
+    InitialConversation,
+    Observation,
+    TextLimit,
+    ToolCall,
+    Turn,
+    TurnOptions,
+)
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.errors import ReplayError
@@ -70,6 +86,51 @@ def test_an_episode_ends_where_nothing_fits(reply, limits, finish, num_tokens):
     """Eight tokens after the prompt, two of them drawn. Would not catch a limit of the engine's context."""
     ended = episode(((5, 6), reply), **limits)
     assert (ended.finish, len(ended.token_ids), ended.waits) == (finish, num_tokens, False)
+
+
+@pytest.mark.parametrize(
+    ("finish", "limit", "replies", "turns"),
+    [
+        ("length", "away_cut", [Reply(Turn("a", num_tokens=8, is_cut=True), Observation((), 0.5, True))], 1),
+        (
+            "stop",
+            "away_over",
+            [
+                Reply(Turn("a", num_tokens=8), HIGHER_THAN, (7,)),
+                Reply(Turn("", is_cut=True), Observation((), 0.5, True)),
+            ],
+            1,
+        ),
+    ],
+)
+def test_an_episode_without_tokens_waits_for_its_grade(finish, limit, replies, turns):
+    """By hand: the last token ends the turn by itself or not; a checkpoint keeps which, and the last turn has the
+    grade. Would not catch an agent that is not told; test_agent_environment.py does.
+    """
+    over = Episode((1, 2), {}, SAMPLING)
+    over.extend(Drawn(tuple(range(8)), (-0.5,) * 8, finish), 3, has_turns=True, hears_cut=True)
+    for reply in replies:
+        assert over.waits and over.finish == ""
+        over.take(reply, EpisodeLimits(5), hears_cut=reply is replies[0])
+        if over.waits:
+            assert over.state == limit
+            over.state = over.state
+    assert (over.finish, over.reward, num_turns(over)) == ("length", 0.5, turns)
+    assert over.turn_rewards.tolist() == [0.0] * 7 + [0.5] and rows_of([over], False, True)["truncated"].all()
+
+
+def test_a_turn_has_the_tokens_that_an_agent_asks_for():
+    """By hand: of eight, three in the first turn, which is answered, and no limit afterwards. Would not catch an engine
+    that samples more.
+    """
+    path = Episode((1, 2), {}, SAMPLING, opening=InitialConversation(OPENING.messages, (), TurnOptions(3)))
+    assert turn_room(path) == 3
+    path.extend(Drawn((5, 6), (-0.5,) * 2, ""), 3, has_turns=True)
+    assert turn_room(path) == 1 and not path.waits
+    path.extend(Drawn((5,), (-0.5,), "length"), 3, has_turns=True, hears_cut=True)
+    assert path.state == "away_limited"
+    path.take(Reply(Turn("a", num_tokens=3, is_cut=True), HIGHER, (7,)), EpisodeLimits(5))
+    assert (turn_room(path), path.waits, path.limit) == (4, False, "")
 
 
 def test_of_a_failed_episode_nothing_is_trained():
@@ -147,7 +208,7 @@ def test_an_episode_begins_with_its_opening_or_fails():
 class Opens:
     """Environments that begin with a text of their row, or cannot."""
 
-    opens = True
+    opens, hears_cuts = True, False
 
     def play(self, number, job):
         said = job.row["said"]
@@ -166,7 +227,7 @@ class Opens:
 class Answers:
     """An environment that answers every turn with the next of these."""
 
-    opens = False
+    opens, hears_cuts = False, False
 
     def __init__(self, *answers):
         self.left, self.given = list(answers), []

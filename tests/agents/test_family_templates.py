@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.as_json import answer_from_json
 from megatron_rl.agents.chat_request import ChatRequest
-from megatron_rl.agents.episode import Episode, EpisodeLimits
+from megatron_rl.agents.episode import Episode, EpisodeLimits, turn_room
 from megatron_rl.agents.episodes import LiveEpisodes
-from megatron_rl.agents.observation import InitialConversation, Message, ToolCall, Turn
+from megatron_rl.agents.observation import InitialConversation, Message, ToolCall, Turn, TurnOptions
 from megatron_rl.agents.openai_chat import OpenAIChat
 from megatron_rl.agents.thoughts import Channels
 from megatron_rl.agents.tool_parser import ToolParser
@@ -342,19 +342,19 @@ def test_tools_that_a_template_leaves_out():
 
 
 def test_an_agents_tools_that_the_template_leaves_out_are_told_once():
-    """Two episodes with the same tools, and fewer tokens a turn than a run gives. Would not catch what comes later."""
+    """Two episodes with the same tools, and a limit of their turns, which holds. Would not catch what comes later."""
     _, tokenizer, _, renderer = opened("gemma")
-    asked = InitialConversation(({"role": "user", "content": "What is it?"},), (ADD,), 16)
+    asked = InitialConversation(({"role": "user", "content": "What is it?"},), (ADD,), TurnOptions(16, True))
     live = LiveEpisodes(Opens(asked), renderer, TurnReader(tokenizer), EpisodeLimits(2))
     episodes = {n: Episode((), {"prompt": ""}, Sampling(1.0, 1.0, -1, 99, 1)) for n in range(2)}
     live.begin(episodes)
     assert [episode.opening for episode in episodes.values()] == [asked, asked]
-    note, limit = live.late_notes
+    (note,) = live.late_notes
+    assert [turn_room(episode) for episode in episodes.values()] == [16, 16]
     assert "writes no tools: the policy cannot see the 1 tools of an agent (add)" in note
-    assert "an agent asks for at most 16 tokens (max_tokens), and a turn may have 99" in limit
     assert answer_from_json(json.loads(json.dumps(asdict(asked)))) == asked
-    old = {"messages": list(asked.messages), "tools": [ADD]}  # as earlier schedules have it
-    assert answer_from_json(old) == replace(asked, max_tokens=None)
+    old = {"messages": list(asked.messages), "tools": [ADD], "max_tokens": 16}  # earlier runs did not keep this limit
+    assert answer_from_json(old) == replace(asked, options=TurnOptions())
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_an_agents_tools_that_the_template_leaves_out_are_told_once():
 )
 def test_the_tokens_that_an_agent_asks_for_are_read(protocol, sent, limit):
     """By hand. Would not catch a limit under another name."""
-    assert protocol.read({"messages": [{"role": "user", "content": "a"}], **sent}).opening.max_tokens == limit
+    assert protocol.read({"messages": [{"role": "user", "content": "a"}], **sent}).opening.options.max_tokens == limit
 
 
 @pytest.mark.parametrize("protocol", [OpenAIChat(), AnthropicMessages()], ids=["openai", "anthropic"])
@@ -402,7 +402,7 @@ def test_an_agent_gets_thoughts_apart_and_gives_them_back(protocol):
 class Opens:
     """Environments that begin every episode alike."""
 
-    opens = True
+    opens, hears_cuts = True, False
 
     def __init__(self, opening: InitialConversation):
         self.opening, self.open = opening, []

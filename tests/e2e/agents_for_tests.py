@@ -132,6 +132,25 @@ async def asks_others(task: dict, endpoint) -> float:
     return sum(each.content == task["ground_truth"] for each in said) / len(said)
 
 
+GRADE = 0.125
+"""Which no sum of the others' rewards is."""
+
+
+async def graded(task: dict, endpoint) -> float:
+    """Asks until its episode has no tokens or turns left, and then grades itself."""
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    messages, reason = conversation(task), "stop"
+    while reason == "stop":
+        try:
+            choice = (await client.chat.completions.create(model="policy", messages=messages)).choices[0]
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            return GRADE
+        reason = choice.finish_reason
+        messages += [choice.message, {"role": "user", "content": "no="}]
+    return 2 * GRADE
+
+
 async def fails_first(task: dict, endpoint) -> float:
     """One prompt in eight is never asked."""
     if task["index"] % 8 == 1:

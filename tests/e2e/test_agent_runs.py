@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import pytest
+from agents_for_tests import GRADE
 from short_runs import LOCAL, MEGATRON, WITHOUT_RAY, metrics
 from sweeps import WEEKLY, marks_of
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events, replicas, stopped_in, weights_equal
@@ -112,6 +113,30 @@ def test_a_run_of_agents_is_repeated_without_its_environment(command_line) -> No
     assert len(events(run, "turn")) > 100 and events(again, "turn") == events(run, "turn")
     assert any(event["request"] < 0 for event in events(run, "turn"))
     assert_same_bits(again, run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("turns", ["null", "2"])
+def test_every_episode_that_is_cut_has_its_grade(command_line, turns: str) -> None:
+    """Ahead of training, agents that ask until nothing is left, by tokens and by turns: each of more than 100 episodes
+    has its grade and counts as truncated, in the run and in a replay without agents. Would not catch an environment's
+    `cut`; test_environments.py does.
+    """
+    keys = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.test_freq=5040")
+    limit = (f"{TURNS}.max_assistant_turns={turns}", "data.max_response_length=24")
+    run = command_line(*keys, *agent(FILE, "name=graded"), *limit, config=ASYNC)
+    assert run.wait() == 0, run.text()
+    again = command_line(*keys, *agent(FILE, "name=forbidden"), *limit, f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert_same_bits(again, run)
+    for one in (run, again):
+        ends = [event for event in events(one, "turn") if event["answer"].get("is_done")]
+        grades = {GRADE} if turns == "2" else {GRADE, 2 * GRADE}
+        assert len(ends) > 100 and {event["answer"]["reward"] for event in ends} <= grades
+        assert all(event["turn"]["is_cut"] for event in ends)
+        steps = [line for line in metrics(one).values() if "environment/reward/mean" in line]
+        assert len(steps) == 2 and all(line["environment/reward/mean"] >= GRADE for line in steps)
+        assert all(line["response_length/clip_ratio"] == 1 and line["episode/failed_ratio"] == 0 for line in steps)
 
 
 @pytest.mark.exhaustive
