@@ -88,6 +88,8 @@ class AgentEnvironment:
         refused, self._session.num_refused = self._session.num_refused, 0
         strangers, self._endpoint.num_unauthorized = self._endpoint.num_unauthorized, 0
         known = {"agent_refused": float(refused), "agent_unauthorized": float(strangers)}
+        unknown, self._session.num_unknown_fields = self._session.num_unknown_fields, 0
+        known["agent_unknown_fields"] = float(unknown)
         return reward, {name: number for name, number in known.items() if number}
 
     async def close(self) -> None:
@@ -116,6 +118,8 @@ class AgentEnvironment:
                 raise EpisodeError("timed_out", f"the agent has not asked again or ended within {limit}")
             self._session.reward += end.result() or 0.0
             return None
+        except EpisodeError as error:
+            raise EpisodeError(error.cause, str(error).replace(self._session.api_key, "KEY")) from None
         finally:
             for task in (request, end):
                 task.cancel()

@@ -42,6 +42,11 @@ class PolicyAddress:
         """The URL to which Anthropic's client adds the version."""
         return self.base_url.removesuffix("/v1")
 
+    @property
+    def session_url(self) -> str:
+        """The URL of a client that has no key of its own, or a wrong one; Anthropic's leaves out `/v1`."""
+        return f"{self.anthropic_base_url}/sessions/{self.api_key}/v1"
+
 
 class AgentProgram(Protocol):
     """One agent that is at its task."""
@@ -109,6 +114,7 @@ class CommandAgent:
         address = PolicyAddress(session.base_url, session.api_key)
         own = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         own |= {"ANTHROPIC_BASE_URL": address.anthropic_base_url, "ANTHROPIC_API_KEY": address.api_key}
+        own["POLICY_SESSION_URL"] = address.session_url
         mark, content = uuid.uuid4().hex, json.dumps(dict(task), default=str).encode()
         variables, kept = variables_with(**own, **{AGENT: mark}), slice(-4 * LONGEST_TAIL, None)
         try:

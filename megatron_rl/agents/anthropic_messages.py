@@ -22,11 +22,7 @@ from megatron_rl.agents.chat_request import (
 )
 from megatron_rl.agents.image_parts import Images, content_of
 from megatron_rl.agents.observation import Message, ToolCall, Turn, TurnOptions
-
-ONLY: dict[str, tuple[Any, ...]] = {
-    "stop_sequences": (None, []),
-    "tool_choice": (None, {"type": "auto"}),
-}
+from megatron_rl.agents.request_fields import is_text_only
 
 
 class AnthropicMessages:
@@ -38,7 +34,7 @@ class AnthropicMessages:
         """Read a request. images: gets those that it shows; None: it may show none. Raises ValueError, with the rule,
         for one that cannot be answered.
         """
-        body = object_with_messages(body, ONLY)
+        body = object_with_messages(body)
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
             raise ValueError("tools must be a list of objects with an input_schema")
@@ -52,7 +48,10 @@ class AnthropicMessages:
         known = known_tools([*map(_schema, tools)])
         limit = asked_tokens(body.get("max_tokens"))
         return ChatRequest(
-            named_results(messages, calls), known, body.get("stream") is True, options=TurnOptions(limit)
+            named_results(messages, calls),
+            known,
+            body.get("stream") is True,
+            options=TurnOptions(limit, is_text=is_text_only(body)),
         )
 
     def answer(self, turn: Turn, number: int) -> Content:

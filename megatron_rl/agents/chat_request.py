@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron_rl.agents.image_parts import Images, content_of
 from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Message, Turn, TurnOptions
+from megatron_rl.agents.request_fields import check_fields
 
 Content = dict[str, Any]
 
@@ -70,17 +71,11 @@ class ChatProtocol(Protocol):
         """Return the body of the error of a conversation that has no tokens left. num_tokens: that it may have."""
 
 
-def object_with_messages(body: Any, only: Mapping[str, tuple[Any, ...]]) -> Content:
-    """Return the body of a request that has messages. only: fields that would change what is sampled, and the values
-    under which nothing would change. Raises ValueError for others.
-    """
+def object_with_messages(body: Any) -> Content:
+    """Return the body of a request that has messages. Raises ValueError for others, and as `check_fields`."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise ValueError("a request must be an object with a list of messages")
-    for name, allowed in only.items():
-        if body.get(name) not in allowed:
-            raise ValueError(
-                f"{name}={body[name]!r:.80} is not supported: one response is sampled, with the run's own settings"
-            )
+    check_fields(body)
     return body
 
 

@@ -22,16 +22,20 @@ from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest, Ou
 from megatron_rl.agents.image_parts import EpisodeImages, Images
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
+from megatron_rl.agents.openai_responses import OpenAIResponses
+from megatron_rl.agents.request_fields import num_unknown
 from megatron_rl.plain_values import describe_error, finite_number, strict_json
 
 HOST = "127.0.0.1"
-PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages())
+PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages(), OpenAIResponses())
 LARGEST_BODY = 1 << 26
 """Bytes of one request."""
 FIXED_BYTES, BYTES_PER_TOKEN = 1 << 20, 1 << 10
 """Of a request: schemas of tools and names of fields; a token, of which the longest are 128 characters of white space,
 six bytes each as an escape of JSON.
 """
+SESSION_PATH = "/sessions/{key}"
+"""Before the path of a protocol, for harnesses that can set a URL and no key."""
 BROKEN = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 """What a client causes: it sends no HTTP, or hangs up. It has its reply, if it exists."""
 
@@ -67,7 +71,8 @@ class _Open:
 class Session:
     """The conversation of one agent. base_url, api_key: what its client needs. reward: what it has earned since the
     last look. num_refused: requests that could not be answered. num_late: those after the episode had no tokens or
-    turns left. images: those of its requests; None: the run reads text alone.
+    turns left. num_unknown_fields: of requests, that no list of fields has. images: those of its requests; None: the
+    run reads text alone.
     """
 
     base_url: str
@@ -76,6 +81,7 @@ class Session:
     num_refused: int = 0
     images: EpisodeImages | None = None
     num_late: int = 0
+    num_unknown_fields: int = 0
     is_over: bool = False
     _requests: asyncio.Queue[_Open] = field(default_factory=asyncio.Queue)
     _known: list[_Open] = field(default_factory=list)
@@ -155,10 +161,11 @@ class Endpoint:
     async def _listen(self) -> str:
         """Listen on a free port; returns the URL."""
         app = web.Application(client_max_size=self._largest_body)
-        for protocol in PROTOCOLS:
-            app.router.add_post(protocol.path, partial(self._chat, protocol))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/reward", self._reward)
+        for start in ("", SESSION_PATH):
+            for protocol in PROTOCOLS:
+                app.router.add_post(start + protocol.path, partial(self._chat, protocol))
+            app.router.add_get(f"{start}/v1/models", self._models)
+            app.router.add_post(f"{start}/v1/reward", self._reward)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=_log())
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
@@ -167,7 +174,8 @@ class Endpoint:
 
     def _session(self, request: web.Request, protocol: ChatProtocol = PROTOCOLS[0]) -> Session:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key if kind == "Bearer" else request.headers.get("x-api-key", ""))
+        key = key if kind == "Bearer" else request.headers.get("x-api-key", "")
+        session = self._sessions.get(request.match_info.get("key", key))  # a harness may send a key of its own
         if session is None:
             self.num_unauthorized += 1
             reason = "this key opens no session: each episode has its own"
@@ -179,7 +187,9 @@ class Endpoint:
         session = self._session(request, protocol)
         try:
             images: Images | None = None if session.images is None else {}
-            asked = protocol.read(await self._body(request), images)
+            body = await self._body(request)
+            session.num_unknown_fields += num_unknown(body)
+            asked = protocol.read(body, images)
             if session.images is not None and images:
                 session.images.add(images)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"

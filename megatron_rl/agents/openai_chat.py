@@ -22,15 +22,9 @@ from megatron_rl.agents.chat_request import (
 )
 from megatron_rl.agents.image_parts import Images, content_of
 from megatron_rl.agents.observation import Message, ToolCall, Turn, TurnOptions
+from megatron_rl.agents.request_fields import is_text_only
 from megatron_rl.plain_values import strict_json
 
-ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "tool_choice": (None, "auto", "none"),
-    "stop": (None, [], ""),
-    "response_format": (None, {"type": "text"}),
-}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -43,14 +37,15 @@ class OpenAIChat:
         """Read a request. images: gets those that it shows; None: it may show none. Raises ValueError, with the rule,
         for one that cannot be answered.
         """
-        body = object_with_messages(body, ONLY)
+        body = object_with_messages(body)
         tools = known_tools(body.get("tools"))
         messages = [_message(place, message, images) for place, message in enumerate(body["messages"])]
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and options.get("include_usage") is True
         limit = asked_tokens(body.get("max_completion_tokens"), body.get("max_tokens"))
+        options = TurnOptions(limit, body.get("logprobs") is True, is_text_only(body))
         named = named_results(messages, map(_calls, body["messages"]))
-        return ChatRequest(named, tools, body.get("stream") is True, with_usage, TurnOptions(limit))
+        return ChatRequest(named, tools, body.get("stream") is True, with_usage, options)
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a `chat.completion`."""
@@ -59,12 +54,13 @@ class OpenAIChat:
             message["reasoning_content"] = turn.reasoning_content
         if turn.calls:
             message["tool_calls"] = _sent_calls(turn, number)
-        choice = {"index": 0, "message": message, "finish_reason": _reason(turn), "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": _reason(turn), "logprobs": _log_probs(turn)}
         return _head("chat.completion", number) | {"choices": [choice], "usage": _usage(turn)}
 
     def stream(self, turn: Turn, number: int, request: ChatRequest) -> list[str]:
         """Return the policy's turn as events with parts, `chat.completion.chunk`."""
-        deltas: list[tuple[Content, str | None]] = [({"role": "assistant", "content": turn.text}, None)]
+        text: Content = {"role": "assistant", "content": turn.text}
+        deltas: list[tuple[Content, str | None]] = [(text, None)]
         if turn.reasoning_content:
             deltas.insert(0, ({"role": "assistant", "reasoning_content": turn.reasoning_content}, None))
         for place, call in enumerate(_sent_calls(turn, number)):
@@ -72,6 +68,8 @@ class OpenAIChat:
         deltas.append(({}, _reason(turn)))
         head = _head("chat.completion.chunk", number)
         parts = [head | {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in deltas]
+        for part, (delta, _) in zip(parts, deltas, strict=True):
+            part["choices"][0]["logprobs"] = _log_probs(turn) if delta is text else None
         if request.with_usage:
             parts.append(head | {"choices": [], "usage": _usage(turn)})
         return [*(f"data: {json.dumps(part)}\n\n" for part in parts), "data: [DONE]\n\n"]
@@ -107,6 +105,18 @@ def _reason(turn: Turn) -> str:
 def _usage(turn: Turn) -> Content:
     read, drawn = turn.num_context, turn.num_tokens
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def log_prob_entries(turn: Turn) -> list[Content]:
+    """Return the sampled tokens of a turn with their log-probs, where they were asked for."""
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, value in turn.drawn
+    ]
+
+
+def _log_probs(turn: Turn) -> Content | None:
+    return {"content": log_prob_entries(turn), "refusal": None} if turn.drawn else None
 
 
 def _sent_calls(turn: Turn, number: int) -> list[Content]:

@@ -14,8 +14,10 @@ from agent_players import AGENTS, Player, agents_in, source, text
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.endpoint import Endpoint, largest_body
 from megatron_rl.agents.environment_source import EnvironmentsHere
-from megatron_rl.agents.observation import InitialConversation, Observation, ToolCall, Turn
+from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, ToolCall, Turn, TurnOptions
 from megatron_rl.agents.openai_chat import OpenAIChat
+from megatron_rl.agents.openai_responses import OpenAIResponses
+from megatron_rl.agents.request_fields import IGNORED, READ, REFUSED, num_unknown
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -132,7 +134,7 @@ def test_a_request_goes_on_with_what_was_said():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls cannot be read"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, r"tools\[0\] must be"),
-        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs=True is not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "best_of": 2}, "best_of=2 is not supported"),
     ],
 )
 def test_unreadable_requests_have_a_rule(body, rule):
@@ -194,4 +196,89 @@ async def by_anthropic(task, endpoint):
         streamed = await client.post("/v1/messages", json=body | {"stream": True}, headers=key)
         assert streamed.text.startswith("event: message_start") and '"text": "2"' in streamed.text
     return 1.0
+"""
+
+
+def test_openais_responses_are_the_same_conversation():
+    """By hand: instructions, a thought with a text and calls, a result, whole or streamed, and a turn that was cut.
+    Would not catch a field that its client needs: docs/train/agents.md has when that was tried.
+    """
+    read, answer, stream = OpenAIResponses().read, OpenAIResponses().answer, OpenAIResponses().stream
+    turn = Turn("sure", (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})), reasoning_content="hm", num_tokens=2)
+    tool = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}, "strict": True}
+    body = {"instructions": "be brief", "tools": [tool], "max_output_tokens": 9}
+    before, sent = read(body | {"input": "1+1?"}), answer(turn, 3)
+    assert [message["content"] for message in before.messages] == ["be brief", "1+1?"]
+    assert before.tools[0]["function"]["name"] == "add" and before.options == TurnOptions(9)
+    assert [item["type"] for item in sent["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    results = [{"type": "function_call_output", "call_id": f"call_3_{n}", "output": "2"} for n in range(2)]
+    items = [{"role": "user", "content": "1+1?"}, *sent["output"], *results, {"role": "user", "content": "so?"}]
+    again = read(body | {"input": items, "include": ["message.output_text.logprobs"], "tool_choice": "none"})
+    assert [message["role"] for message in again.after(before, turn)] == ["tool", "tool", "user"]
+    assert again.options == TurnOptions(9, with_log_probs=True, is_text=True)
+    two = [item for text in "ab" for item in answer(Turn(text), 1)["output"]]
+    assert [message["content"] for message in read({"input": two}).messages] == ["a", "b"]
+    events = [json.loads(event.partition("data: ")[2]) for event in stream(turn, 3, before)]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed" and events[-1]["response"] == sent
+    assert [json.loads(each["delta"]) for each in events if "arguments.delta" in each["type"]] == [{"a": 1}, {"a": 2}]
+    cut = answer(Turn("a", is_cut=True, drawn=(("a", -0.5),)), 1)
+    assert cut["status"] == "incomplete" and cut["output"][0]["content"][0]["logprobs"][0]["logprob"] == -0.5
+    assert json.loads(stream(Turn("a", is_cut=True), 1, before)[-1].partition("data: ")[2])["type"].endswith(
+        ".incomplete"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "rule"),
+    [
+        ({}, "with an input"),
+        ({"input": []}, "with an input"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "send the whole conversation"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "not sampled by the policy"),
+        ({"input": "a", "tool_choice": "required"}, "not sampled by the policy"),
+        ({"input": "a", "tool_choice": {"type": "function", "name": "add"}}, "not sampled by the policy"),
+        ({"input": "a", "chat_template_kwargs": {"enable_thinking": False}}, "data.apply_chat_template_kwargs"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools\\[0\\] must be"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input\\[0\\] must be one of"),
+        ({"input": [{"type": "function_call", "name": "add", "arguments": "[1]"}]}, "cannot be read"),
+    ],
+)
+def test_responses_that_cannot_be_given_have_a_rule(sent, rule):
+    """Would not catch an item that OpenAI adds."""
+    with pytest.raises(ValueError, match=rule):
+        OpenAIResponses().read(sent)
+
+
+def test_no_field_is_dropped_in_silence():
+    """Each field of a request is read, refused or ignored with a reason, and the three lists are apart; others are
+    counted. Would not catch a reason that is wrong.
+    """
+    names = [set(READ), set(REFUSED), set(IGNORED)]
+    assert sum(map(len, names)) == len(set.union(*names)) and all(IGNORED.values())
+    assert num_unknown({"input": "a", "seed": 1, "stop": [], "new": 1}) == 1
+
+
+def test_a_key_in_the_path_opens_its_session(folder):
+    """Each protocol by the URL alone, an unknown key is refused; a failure has the key nowhere. Would not catch what
+    an agent itself prints.
+    """
+    (folder / "agents.py").write_text(AGENTS + IN_PATH)
+    with EnvironmentsHere(source(folder, "in_path").host()) as here:
+        player = Player(here)
+        assert [player.say("1").is_done for _ in range(2)] == [False, False]
+        failed = player.say("1")
+    assert isinstance(failed, EpisodeFailure) and "/sessions/KEY/v1" in failed.reason, failed
+
+
+IN_PATH = """
+async def in_path(task, endpoint):
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": "Bearer other"}) as client:
+        said = {"messages": [{"role": "user", "content": "1"}], "input": "1"}
+        for path in ("chat/completions", "responses", "messages"):
+            answer = await client.post(f"{endpoint.session_url}/{path}", json=said)
+            assert answer.status_code == 200, answer.text
+        wrong = await client.post(endpoint.session_url.replace("/sessions/", "/sessions/x") + "/responses", json=said)
+        assert wrong.status_code == 401 and endpoint.api_key not in wrong.text
+    raise ValueError(endpoint.session_url)
 """
