@@ -18,6 +18,7 @@ from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.view.page import page
 from megatron_rl.view.page_data import page_data, page_samples
+from megatron_rl.view.pictures import pictures_of
 from megatron_rl.view.run_files import FOLDER, RunFiles, read_run
 from megatron_rl.view.sample_life import check_rows, life_lines, sample_life, token_table
 from megatron_rl.view.sample_list import (
@@ -52,7 +53,9 @@ def view_command(
     target = out or run / "view.html"
     check_output_file("--out", target, (".html",))
     samples, total = page_samples(records, most)
-    data = page_data(records, most) | {"total_samples": total}
+    own = [[sample for sample in samples if sample["run"] == number] for number in range(len(records))]
+    pictures = [pictures_of(record.folder, shown) for record, shown in zip(records, own, strict=True)]
+    data = page_data(records, most) | {"total_samples": total, "pictures": pictures}
     text = page(data, samples, " | ".join(record["name"] for record in data["runs"]))
     write_output(target, text.encode(errors="backslashreplace"))
     say_left_out([sentence for record in records for sentence in record.left_out])

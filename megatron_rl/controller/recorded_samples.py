@@ -42,7 +42,7 @@ def recorded_step(logger: RunLogger, batch: SampledBatch, number: int) -> Record
             columns[prefix + name] = values
             if sizes is not None:
                 lengths[prefix + name] = sizes
-    table = scored.table(prompt_texts(logger.tokenizer, prompts), batch.step)
+    table = logger.with_images(prompts, scored.table(prompt_texts(logger.tokenizer, prompts), batch.step))
     places = zip(prompts["index"].tolist(), prompts["sample"].tolist(), strict=True)
     texts = token_texts(logger, columns["input_ids"], lengths["input_ids"])
     for row, (index, sample), tokens in zip(table, places, texts, strict=True):

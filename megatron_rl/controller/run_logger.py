@@ -15,6 +15,7 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.run_folder import RunFolder
+from megatron_rl.controller.shown_images import ShownImages
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import StorageError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
@@ -40,7 +41,7 @@ class RunLogger(Announcer):
 
     accuracies, val_rewards: one number for every validation so far. reshardings: cost of the last resharding for each
     rollout rank. next_metrics: added to those of the next step. lacks_validation: the validation after the last step
-    was skipped, because the run was to stop.
+    was skipped, because the run was to stop. images: writes the pictures of tables; None: samples are text.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RunLogger(Announcer):
         self.lacks_validation = False
         self.transitions: Sequence[TransitionReport] = []
         self.next_metrics: dict[str, float] = {}
+        self.images: ShownImages | None = None
         self._planned_memory = planned_memory
         self._num_ranks = Placement.of(config).world_size
         self._open = contextlib.ExitStack()
@@ -190,9 +192,15 @@ class RunLogger(Announcer):
         if folder is not None:
             questions = prompt_texts(self.tokenizer, rows)
             try:
-                write_sample_table(Path(folder), step, scored.table(questions, step))
+                write_sample_table(Path(folder), step, self.with_images(rows, scored.table(questions, step)))
             except OSError as error:
                 self.warn(f"{folder} is missing the table of step {step}: {error}")
+
+    def with_images(self, rows: Batch, table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the table of these rows with their images, whose pictures are written. Raises OSError."""
+        if self.images is not None:
+            self.images.add(rows, table)
+        return table
 
     def save_generations(self, rows: Batch, scored: ScoredAnswers, step: int) -> None:
         """Log `trainer.log_val_generations` responses of a validation, of the same rows every time."""

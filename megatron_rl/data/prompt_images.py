@@ -20,6 +20,7 @@ import torch
 from megatron_rl.config.synonyms import suggested_column
 from megatron_rl.data.image_processor import AT_ONCE, ImageForms, ImageReader, ReadImage, Unreadable, file_content
 from megatron_rl.data.image_sources import ImageSource, sources_of, with_image_parts
+from megatron_rl.data.patch_pictures import png_of_patches
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.data.turn_images import FOLDER, ImagesOfTurns, shown_images
 from megatron_rl.errors import ConfigError
@@ -213,6 +214,11 @@ class PromptImages:
                 raise ConfigError(f"the image {source.path or digest} has changed since the run began: {now}")
             made.append((read.grid, torch.from_numpy(read.patches)))
         return made
+
+    def png(self, digest: str) -> bytes:
+        """Return an image as a model sees it, as PNG. Raises as `patches`."""
+        [(grid, patches)] = self.patches([digest])
+        return png_of_patches(patches.numpy(), grid, self._forms.settings)
 
     def _source(self, digest: str) -> ImageSource:
         """An image of a prompt or of a turn. Raises ConfigError for one that is kept no more."""

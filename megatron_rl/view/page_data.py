@@ -11,6 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.picture_style import LINE_PANELS, STACKED, phase_color
 from megatron_rl.observe.sample_files import RecordedStep, read_step
 from megatron_rl.plain_values import plain_text
+from megatron_rl.view.pictures import digests_of
 from megatron_rl.view.run_files import TRAINING, RunRecord, at, finite, json_lines
 from megatron_rl.view.sample_life import TABLE_NAMES, TOKEN_NUMBERS, check_rows, sample_life
 
@@ -182,6 +183,7 @@ def table_sample(kind: str, step: int, row: int, line: Mapping[str, Any]) -> dic
         "sample": row,
         "data_source": text_of(line.get("data_source", "")),
         "prompt": text_of(line.get("input", "")),
+        "images": digests_of(line),
         "answer": text_of(line.get("output", "")),
         "ground_truth": line.get("gts"),
         "outcome": f"reward function {failure}".replace("_", " ") if failure else "ended",

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.sample_files import RecordedStep
+from megatron_rl.view.pictures import digests_of
 
 TOKEN_NUMBERS = {
     "versions": "version",
@@ -49,6 +50,7 @@ TABLE_NAMES = {
     "sample",
     "tokens",
     "prompt",
+    "images",
 }
 """Entries of a sample's row that are no further numbers or texts of its reward."""
 
@@ -132,6 +134,7 @@ def sample_life(recorded: RecordedStep, row: int) -> dict[str, Any]:
         "number_in_group": details["sample"],
         "data_source": details["data_source"],
         "prompt": details["input"],
+        "images": digests_of(details),
         "answer": details["output"],
         "ground_truth": details["gts"],
         "outcome": outcome_of(recorded, row),

@@ -121,6 +121,8 @@ class Samples {
     const facts = [["score", one.score], ["outcome", one.outcome], ["source", one.data_source], ["truth", one.ground_truth], ...Object.entries(one.rewards || {})];
     if (one.numbers) facts.push(["loss", one.loss], ["share of the loss", one.share], ["scores of its group", one.group_scores.map(short).join(" ")]);
     card.append(numberTable(facts));
+    const pictures = (this.data.pictures || [])[one.run] || {};
+    for (const name of one.images || []) if (pictures[name]) card.append(make("img", { className: "picture", alt: name, src: `data:image/png;base64,${pictures[name]}` }));
     if (!one.tokens) {
       card.append(make("h2", { textContent: "prompt" }), make("div", { className: "text read", textContent: one.prompt }), make("h2", { textContent: "response" }), make("div", { className: "text turn", textContent: one.answer }));
       return card;
