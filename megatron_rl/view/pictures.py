@@ -25,7 +25,7 @@ def digests_of(details: Mapping[str, Any]) -> list[str]:
 
 
 def pictures_of(folder: Path, samples: Iterable[Mapping[str, Any]], room: int = MOST_BYTES) -> dict[str, str]:
-    """Return digest -> PNG in base64 of the images of samples, as long as there is room. folder: of a run."""
+    """Return digest -> PNG in base64 of the images of samples, up to `room` bytes. folder: the run."""
     pictures: dict[str, str] = {}
     for digest in dict.fromkeys(name for sample in samples for name in sample.get("images", ())):
         content = png_in(folder / FOLDER, f"{digest}.png")

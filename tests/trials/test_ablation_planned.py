@@ -156,3 +156,11 @@ def test_the_ablation_of_presets_can_run(files, tmp_path, device):
     given = [f"{key}={value}" for key, value in (files | {"trainer.device": device}).items()]
     planned = plan_points(read_ablation(Path("configs/ablations/presets.yaml"), given), tmp_path / "out")
     assert len(planned) == 3 and not any(point.violations for point in planned)
+
+
+def test_the_ablation_of_pixels_lacks_files_alone(tmp_path):
+    """Three sizes of images, whose only faults are the files of a user. Would not catch what those have."""
+    planned = plan_points(read_ablation(Path("configs/ablations/image_pixels.yaml"), []), tmp_path / "out")
+    keys = {key for point in planned for violation in point.violations for key in violation.settings}
+    assert len(planned) == 3
+    assert keys == {"data.train_files", "data.val_files", "actor_rollout_ref.model.path"}
