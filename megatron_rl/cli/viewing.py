@@ -18,7 +18,6 @@ from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.view.page import page
 from megatron_rl.view.page_data import page_data, page_samples
-from megatron_rl.view.pictures import pictures_of
 from megatron_rl.view.run_files import FOLDER, RunFiles, read_run
 from megatron_rl.view.sample_life import check_rows, life_lines, sample_life, token_table
 from megatron_rl.view.sample_list import (
@@ -29,6 +28,7 @@ from megatron_rl.view.sample_list import (
     sample_rows,
     step_rows,
 )
+from megatron_rl.view.sample_pictures import pictures_of
 
 MOST_SAMPLES = 100_000
 WIDE = 200

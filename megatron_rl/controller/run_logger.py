@@ -15,7 +15,7 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.run_folder import RunFolder
-from megatron_rl.controller.shown_images import ShownImages
+from megatron_rl.controller.written_pictures import WrittenPictures
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import StorageError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
@@ -64,7 +64,7 @@ class RunLogger(Announcer):
         self.lacks_validation = False
         self.transitions: Sequence[TransitionReport] = []
         self.next_metrics: dict[str, float] = {}
-        self.images: ShownImages | None = None
+        self.images: WrittenPictures | None = None
         self._planned_memory = planned_memory
         self._num_ranks = Placement.of(config).world_size
         self._open = contextlib.ExitStack()

@@ -1,8 +1,8 @@
 """Which family can do what, asked of the families' parts: the table of `megatron-rl families`. Needs no torch.
 
 A family of the registry is read, trained, cut by TP and PP, served and written by the same code as all others. What
-differs is whether it has experts to spread, whether its attention can share a sequence over ranks, and whether its
-linear layers take adapters.
+differs is whether it has experts to spread, whether its attention can share a sequence over ranks, whether its
+linear layers take adapters, and whether it reads images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.model.families.chat_format import CHAT_FORMATS, ChatFormat
 from megatron_rl.model.families.refused import REFUSED, Refusal
 from megatron_rl.model.families.wide_heads import SHARED, WideHeadKeys
 
-COLUMNS = ("import", "train", "TP", "PP", "EP", "CP", "LoRA", "generate", "export")
+COLUMNS = ("import", "train", "TP", "PP", "EP", "CP", "LoRA", "generate", "export", "images")
 CHAT_COLUMNS = ("turns", "thoughts", "tools")
 """How the family's published models write conversations (`ChatFormat`)."""
 SMALL = {
@@ -50,6 +50,8 @@ class FamilyRow:
         lacks = {}
         if not any(layer.has_experts for layer in model.layers):
             lacks["EP"] = "it has no experts"
+        if family.inside is None or family.inside.tower is None:
+            lacks["images"] = "it has no vision tower that is read"
         return cls(family.architecture, lacks, CHAT_FORMATS[family.architecture])
 
     def cells(self) -> list[str]:

@@ -11,9 +11,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.picture_style import LINE_PANELS, STACKED, phase_color
 from megatron_rl.observe.sample_files import RecordedStep, read_step
 from megatron_rl.plain_values import plain_text
-from megatron_rl.view.pictures import digests_of
 from megatron_rl.view.run_files import TRAINING, RunRecord, at, finite, json_lines
 from megatron_rl.view.sample_life import TABLE_NAMES, TOKEN_NUMBERS, check_rows, sample_life
+from megatron_rl.view.sample_pictures import digests_of
 
 MEMORY, PLANNED_MEMORY = "perf/memory_gb/", "perf/memory_planned_gb/"
 SECONDS = "timing_s/"

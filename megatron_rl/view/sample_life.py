@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.sample_files import RecordedStep
-from megatron_rl.view.pictures import digests_of
+from megatron_rl.view.sample_pictures import digests_of
 
 TOKEN_NUMBERS = {
     "versions": "version",

@@ -49,7 +49,10 @@ def test_preflight_refuses_where_the_table_says_no(architecture, config, tmp_pat
     for role in (shared.actor, shared.ref, config.critic):
         role.megatron = MegatronConfig()
     shared.model.lora = LoraConfig(rank=8, target_modules=["linear_qkv", "linear_proj"], merge=True)
-    assert preflight(config, config_only=True) == [] and lacks.keys() <= AXES.keys()
+    assert preflight(config, config_only=True) == [] and lacks.keys() <= {*AXES, "images"}
+    config.data.image_key = "images"
+    blind = [str(problem) for problem in preflight(config, config_only=True) if "vision tower" in str(problem)]
+    assert bool(blind) == ("images" in lacks)
 
 
 def test_the_command_prints_a_row_for_each_family(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.data.patch_pictures import png_of_patches
-from megatron_rl.view.pictures import PNG, digests_of, pictures_of
+from megatron_rl.view.sample_pictures import PNG, digests_of, pictures_of
 
 OWN, LINKED, TEXT, LARGE, ABSENT = (f"{number:032x}" for number in range(5))
 

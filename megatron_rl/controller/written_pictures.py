@@ -15,7 +15,7 @@ MOST_NEW = 16
 """Pictures written with one table: each is read and encoded again."""
 
 
-class ShownImages:
+class WrittenPictures:
     """Writes pictures once. png_of: digest -> a picture as PNG; it may raise ConfigError."""
 
     def __init__(self, folder: Path, png_of: Callable[[str], bytes]) -> None:
