@@ -32,7 +32,7 @@ from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
 from megatron_rl.controller.run_setup import RunBase, RunPools, raise_failures, take_folder
 from megatron_rl.controller.validation import PromptValidation
-from megatron_rl.controller.written_pictures import WrittenPictures
+from megatron_rl.controller.written_pictures import written_pictures
 from megatron_rl.data.prompt_dataset import PromptDataset, untemplated_notes
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.prompt_sampler import PromptSampler
@@ -150,7 +150,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         episodes = open_episodes(config, policy, chats, local, opened, data.train.images)
         folder = RunFolder(config, repairs)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config, folders))
-        logger.images = None if data.train.images is None else WrittenPictures(folder.path, data.train.images.png)
+        logger.images = written_pictures(folder.path, data.train.images)
         verdicts = verdicts_of(config, logger.warn, local)
         algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)

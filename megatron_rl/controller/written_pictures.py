@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.prompt_images import PromptImages
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.records import Batch
@@ -42,3 +43,8 @@ class WrittenPictures:
 
     def _file(self, digest: str) -> Path:
         return self._folder / f"{digest}.png"
+
+
+def written_pictures(folder: Path, images: PromptImages | None) -> WrittenPictures | None:
+    """Return the writer of pictures below a run's folder; None where prompts are text."""
+    return None if images is None else WrittenPictures(folder, images.png)
