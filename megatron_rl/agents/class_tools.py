@@ -53,7 +53,7 @@ class ClassTool:
         given = ((row.get("extra_info") or {}).get("tools_kwargs") or {}).get(name) or {}
         if "images" in row and _takes(self._tool.create, "images"):
             given = {**given, "create_kwargs": {"images": row["images"], **(given.get("create_kwargs") or {})}}
-        return EpisodeTool(self._tool, f"{name}-{next(self._ids)}", given, self.schema)
+        return EpisodeTool(self._tool, f"{name}-{next(self._ids)}", given, self.schema, "images" in row)
 
 
 class EpisodeTool:
@@ -62,8 +62,11 @@ class EpisodeTool:
     In place of the text are parts, where its response has images.
     """
 
-    def __init__(self, tool: Any, instance: str, given: Mapping[str, Any], schema: dict[str, Any]) -> None:
-        self._tool, self._instance, self._given = tool, instance, given
+    def __init__(
+        self, tool: Any, instance: str, given: Mapping[str, Any], schema: dict[str, Any], shows_images: bool = False
+    ) -> None:
+        """shows_images: else those of its responses are left out."""
+        self._tool, self._instance, self._given, self._shows_images = tool, instance, given, shows_images
         self._is_created, self._creating = False, asyncio.Lock()
         parameters = schema["function"].get("parameters") or {}
         self._names, self._required = parameters.get("properties") or {}, parameters.get("required") or ()
@@ -87,7 +90,8 @@ class EpisodeTool:
         response, reward, numbers = answer if isinstance(answer, tuple) else (answer, 0.0, {})
         text = getattr(response, "text", response)
         said: str | list[Any] = "" if text is None else str(text)
-        if images := getattr(response, "image", None):
+        images = getattr(response, "image", None) if self._shows_images else None
+        if images:
             said = [{"type": "image", "image": image} for image in images] + [{"type": "text", "text": said}]
         return said, float(reward or 0.0), dict(numbers or {})
 

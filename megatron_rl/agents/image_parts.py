@@ -24,6 +24,8 @@ Images = dict[str, bytes]
 KEY = re.compile("image-[0-9a-f]{32}")
 MOST_BYTES = 64 << 20
 """Most bytes of the encoded images of an episode, together."""
+MOST_NEW_BYTES = 11 << 20
+"""Most bytes of those that a turn shows first, which are sent on in one message of 16 MiB, in base64."""
 IMAGES = ("image", "image_url", "input_image")
 """Types of parts with an image, of all protocols."""
 TEXTS = ("text", "input_text", "output_text")
@@ -186,11 +188,13 @@ class EpisodeImages:
         self._unsent: Images = {}
 
     def add(self, images: Images) -> None:
-        """Keep images that are new. Raises ValueError for more bytes than an episode may have."""
+        """Keep images that are new. Raises ValueError for more bytes than an episode, or one of its turns, may have."""
         new = {key: content for key, content in images.items() if key not in self._known}
         size = self._size + sum(map(len, new.values()))
-        if size > self._most_bytes:
-            raise ValueError(f"the images of an episode have {size} bytes together; at most {self._most_bytes}")
+        unsent = sum(map(len, (*self._unsent.values(), *new.values())))
+        for what, number, most in (("an episode", size, self._most_bytes), ("a turn", unsent, MOST_NEW_BYTES)):
+            if number > most:
+                raise ValueError(f"the new images of {what} have {number} bytes together; at most {most}")
         self._size = size
         self._known |= new.keys()
         self._unsent |= new

@@ -97,12 +97,13 @@ class ToolEnvironment:
         self._known, self._max_calls, self._timeout_s = tools, max_calls, timeout_s
         self._gives_rewards = gives_rewards
         self._tools: dict[str, Callable[..., Any]] = {}
+        self._shows_images = False
         # Functions keep nothing, so earlier turns need not be played again.
         self.keeps_nothing = not any(isinstance(tool, ClassTool) for tool in tools.values())
 
     async def reset(self, row: TaskRow) -> None:
         """Take the tools for the task of a row."""
-        known = self._known.items()
+        known, self._shows_images = self._known.items(), "images" in row
         self._tools = {name: tool.opened(row) if isinstance(tool, ClassTool) else tool for name, tool in known}
 
     async def step(self, turn: Turn) -> Observation:
@@ -129,7 +130,7 @@ class ToolEnvironment:
             value, known = await self._value(place, call), dict[str, Any]()
             if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], dict):
                 value, known = value[0], {"tool_reward": value[1], **value[2]}
-            if shows_images(value):
+            if self._shows_images and shows_images(value):
                 return _message(call.name, value if isinstance(value, list) else [{"type": "image", "image": value}])
             text = value if isinstance(value, str) else _as_json(call.name, value)
         except _CallError as error:

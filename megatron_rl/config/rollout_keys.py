@@ -95,7 +95,7 @@ class RolloutConfig:
     n: Annotated[int, Ge(1), AtMost(10**5)] = 1
     """Samples (responses) per prompt: the size of a group."""
     limit_images: Annotated[int | None, Ge(1), AtMost(10**4)] = None
-    """Most images of a prompt, with data.image_key; null: any number."""
+    """Most images of a prompt, and of a conversation with turns, with data.image_key; null: any number."""
     temperature: Annotated[float, Ge(0.01)] = 1.0
     """Sampling temperature, also applied to the trainer's log-probs; at least 0.01, the engine's lowest."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0

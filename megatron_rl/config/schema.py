@@ -110,7 +110,7 @@ class DataConfig(TaskDataConfig):
     image_key: str | None = None
     """Column with the images of a prompt (png, jpeg or webp), for models that read images: bytes, a path, or an object
     with one of them, or a list of these. `<image>` in the text stands for the next one, or a part of type image. null:
-    prompts are text."""
+    prompts are text. In multi-turn runs files may be without it, and turns may show images all the same."""
     image_folder: Annotated[FilePath | None, OURS] = None
     """Folder below which the paths of images must be, with links resolved; null: images are bytes in their rows."""
     mm_processor_kwargs: ImageSizesConfig = field(default_factory=ImageSizesConfig)

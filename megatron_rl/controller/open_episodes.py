@@ -97,6 +97,9 @@ def open_episodes(
     limits = EpisodeLimits(turns, keys.max_retries, most_images)
     rest = (config.data.max_prompt_length, renderer.appending(), images)
     episodes = LiveEpisodes(environments, renderer, reader, limits, *rest)
+    for file in () if images is None else images.files_without:
+        what = "its prompts show no image, and turns alone may"
+        episodes.notes.append(f"{file} has no column {config.data.image_key!r} (data.image_key): {what}")
     if problem is not None:
         what = "so every turn is a conversation of its own, and data.max_response_length counts its history again"
         episodes.notes.append(f"the chat template of {path} does not append: {problem}; {what}")

@@ -197,14 +197,14 @@ def open_schedule(
         check_record(Path(config.trainer.rollouts_from), rules.first_step, rules.num_steps_total, sizes)
     lengths = open_lengths(config, rules, start.path)
     former, expect = (open_earlier(config, rules, start.path), lengths), lengths.expected if lengths else None
+    scheduler: RequestScheduler
     if not config.samples_ahead:
-        return Schedule(
-            rules, Scheduler(rules, num_replicas, None, expect), None, num_replicas, start.step, None, None, *former
-        )
+        scheduler = Scheduler(rules, num_replicas, None, expect)
+        keys = (rules, scheduler, None, num_replicas, start.step, None, None, *former)
+        return Schedule(*keys, image_folders=image_folders(config, folder, replay))
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
     refuse_other_verdicts(saved, rules, start.path)
-    scheduler: RequestScheduler
     replies: list[tuple[int, Reply]] | None = None
     if replay is None:
         scheduler = Scheduler(rules, num_replicas, saved, expect)
@@ -228,8 +228,18 @@ def open_schedule(
         replies,
         *former,
         first_group,
-        (folder.path / FOLDER, None if replay is None else replay / FOLDER),
+        image_folders(config, folder, replay),
     )
+
+
+def image_folders(config: RunConfig, folder: RunFolder, replay: Path | None) -> tuple[Path | None, Path | None]:
+    """Return the folders of images that turns show: where this run keeps them, if another may repeat it, and where the
+    run that it repeats has them.
+    """
+    trainer = config.trainer
+    recorded = replay if trainer.rollouts_from is None else Path(trainer.rollouts_from)
+    is_kept = config.samples_ahead or trainer.recorded_prompts == -1
+    return folder.path / FOLDER if is_kept else None, None if recorded is None else recorded / FOLDER
 
 
 def open_earlier(config: RunConfig, rules: ScheduleConfig, checkpoint: Path | None) -> ResponseHistory | None:

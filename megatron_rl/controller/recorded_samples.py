@@ -11,6 +11,7 @@ from megatron_rl.columns import PROMPT_COLUMNS
 from megatron_rl.config.algorithms import policy_agg_mode
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_logger import RunLogger, prompt_texts
+from megatron_rl.images import numbers_of_pieces
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.observe.sample_files import GREEDY, SAMPLES_FOLDER, Column, RecordedStep, write_step
 from megatron_rl.records import Batch, elements_of, prompts_of, row_lengths
@@ -50,6 +51,9 @@ def recorded_step(logger: RunLogger, batch: SampledBatch, number: int) -> Record
     if "raw_prompt" in prompts:
         for row, prompt in zip(table, prompts.objects("raw_prompt"), strict=True):
             row["prompt"] = prompt
+    if logger.config.has_turns and "images" in batch.rows:
+        for row, place in zip(table, chosen.tolist(), strict=True):
+            row["images"] = list(numbers_of_pieces(batch.rows.objects("images")[place]))
     totals = {"loss": float(terms.sum()), "loss_magnitude": float(terms.abs().sum())}
     return RecordedStep(batch.step, len(batch.rows), columns, lengths, table, totals)
 

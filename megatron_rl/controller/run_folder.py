@@ -27,6 +27,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.controller.repairs import REPAIRS_FILE, KeptCopy, Repairs
+from megatron_rl.data.turn_images import FOLDER
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.phase_clock import TIMELINE_FILE
@@ -162,7 +163,7 @@ RESULTS = (METRICS_FILE, "summary.json", SAMPLES_FOLDER, "val_generations", HF_M
 """What an earlier run has left if it has come to something."""
 OTHERS = (
     *("tensorboard", "curves.png", TIMELINE_FILE, "timeline.png", "calibration.json", "calibration.png", "view.html"),
-    *(PLAN_FILE, REPAIRS_FILE, SCHEDULE_FILE, STACKS_FILE, PRINTS_FILE),
+    *(PLAN_FILE, REPAIRS_FILE, SCHEDULE_FILE, FOLDER, STACKS_FILE, PRINTS_FILE),
 )
 """Files of its results. Files with other names are the user's, and stay."""
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")

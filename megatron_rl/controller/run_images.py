@@ -38,7 +38,8 @@ def prompt_images(config: RunConfig, policy: ModelFolder) -> PromptImages | None
     forms = ImageForms.of_folder(policy.path, sizes.min_pixels, sizes.max_pixels, data.image_folder)
     _check_sizes(policy, forms)
     marks = PlaceholderIds(form.token, form.unsampled)
-    return PromptImages(data.image_key, forms, marks, config.actor_rollout_ref.rollout.limit_images)
+    most = config.actor_rollout_ref.rollout.limit_images
+    return PromptImages(data.image_key, forms, marks, most, is_optional=config.has_turns)
 
 
 def image_features(placement: Placement, images: PromptImages | None, role: ImageRole) -> ImageFeatures | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def read_prompts(
     Raises ConfigError for a missing, unreadable, damaged or empty file, for a missing column, and for bad rows, which
     it names.
     """
-    _check_columns(path, data, is_judged)
+    _check_columns(path, data, is_judged, images)
     truth, usual_source = data.ground_truth_key, data.default_data_source or (None if is_judged else Path(path).stem)
     columns = (data.prompt_key, data.reward_fn_key, "extra_info", *(() if truth is None else (truth,)))
     columns += () if images is None else (images.column,)
@@ -241,8 +242,11 @@ def as_sent(prompt: Conversation, data: DataConfig) -> Conversation:
     return [{"role": "user", "content": prompt}] if is_text and data.prompt_as_chat else prompt
 
 
-def _check_columns(path: str, data: DataConfig, is_judged: bool) -> None:
+def _check_columns(path: str, data: DataConfig, is_judged: bool, images: PromptImages | None) -> None:
     forms = column_forms(path, first_row_only=True)
+    if images is not None and images.is_optional and images.column not in forms:
+        images.files_without.append(path)
+        data = replace(data, image_key=None)
     wanted: list[tuple[str, str, Sequence[str]]] = [("data.prompt_key", data.prompt_key, PROMPTS)]
     if data.image_key is not None:
         wanted.append(("data.image_key", data.image_key, IMAGE_COLUMNS))

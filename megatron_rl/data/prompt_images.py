@@ -79,10 +79,13 @@ class PlaceholderIds:
 
 class PromptImages:
     """Reads the images of prompts, and those that turns show. column: `data.image_key`. most: images of a prompt, at
-    most; None: any number.
+    most; None: any number. is_optional: files may be without the column, which are in `files_without` then.
     """
 
-    def __init__(self, column: str, forms: ImageForms, tokens: PlaceholderIds, most: int | None) -> None:
+    def __init__(
+        self, column: str, forms: ImageForms, tokens: PlaceholderIds, most: int | None, is_optional: bool = False
+    ) -> None:
+        self.is_optional, self.files_without = is_optional, list[str]()
         self.column, self._forms, self._tokens, self._most = column, forms, tokens, most
         self._reader, self._store = ImageReader(forms), ImageStore()
         self._read: dict[StoredImage, ReadImage | Unreadable] = {}

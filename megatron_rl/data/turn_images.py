@@ -38,8 +38,6 @@ class ImagesOfTurns:
     def record_in(self, written: Path | None, recorded: Path | None) -> None:
         """Keep images for a replay in the folder `written`; those of a recorded schedule are in `recorded`."""
         self._written, self._recorded = written, recorded
-        if written is not None:
-            written.mkdir(parents=True, exist_ok=True)
 
     def keep(self, images: Mapping[str, str]) -> None:
         """Keep images in base64 by their keys. Raises ValueError for a key that is not the image's."""
@@ -70,8 +68,7 @@ class ImagesOfTurns:
                 raise ValueError(f"an image cannot be used ({read.kind}): {read.reason}")
             self._read[key] = read
             self._key_of_digest.setdefault(read.digest, key)
-            if self._written is not None and not (self._written / read.digest).exists():
-                (self._written / read.digest).write_bytes(content)
+            self._record(read.digest, content)
         read = self._read[key]
         return read.digest, read.grid
 
@@ -97,10 +94,14 @@ class ImagesOfTurns:
     def record(self, pieces: Sequence[ImagePiece]) -> None:
         """Keep images of a recorded schedule for the schedule that repeats it."""
         for digest in {piece.digest for piece in pieces}:
-            if self._written is not None and not (self._written / digest).exists():
-                content = self.encoded(digest)
-                if content is not None:
-                    (self._written / digest).write_bytes(content)
+            if (content := self.encoded(digest)) is not None:
+                self._record(digest, content)
+
+    def _record(self, digest: str, content: bytes) -> None:
+        if self._written is not None and not (self._written / digest).exists():
+            self._written.mkdir(parents=True, exist_ok=True)
+            (part := self._written / f"{digest}.part").write_bytes(content)
+            part.rename(self._written / digest)
 
     def forget(self, needed: Collection[str]) -> None:
         """Drop images, the oldest first, while they have too many bytes; those with digests in `needed` are kept."""

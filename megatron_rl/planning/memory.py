@@ -226,6 +226,8 @@ class MemoryOfStage:
         offloaded = {f"{role.name} {kind}" for role in self.roles for kind in _offloaded_kinds(role.megatron)}
         for role in self.roles:
             offloaded |= self.pool.ledger(role).teacher_heads(self.pp_rank, resting=True).keys()
+        if self.config.has_turns:  # whose images the tower reads meanwhile
+            offloaded -= {f"{role.name} {TOWER}" for role in self.roles}
         return {name: size for name, size in held.items() if name not in offloaded}
 
     def _dropped(self) -> Held:

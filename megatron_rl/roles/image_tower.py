@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 class RoleWithTower(Role):
     """A role that may have the tower of its folder, on ranks whose results count. tower: None on others, and before
-    `take_tower`.
+    `take_tower`. tower_stays: it is not offloaded.
     """
 
     tower: VisionTower | None = None
+    tower_stays = False
 
     def take_tower(self, rank: Rank, source: ModelSource) -> None:
         """Read the tower if this is the role whose tower reads the run's images."""
         if rank.reads_images and rank.groups.is_dp_collector and self.spec.name == rank.placement.leader.name:
             self.tower = source.vision_tower()
+            self.tower_stays = rank.config.has_turns
 
     def memory(self) -> dict[str, int]:
         """Bytes of the role's model, and of the tower."""
@@ -37,8 +39,10 @@ class RoleWithTower(Role):
         return super().memory() | tower
 
     def offloadable(self) -> list[Offloadable]:
-        """Tensors that the offload keys select, and the tower as they say of parameters."""
-        is_moved = self.tower is not None and self.spec.megatron.param_offload
+        """Tensors that the offload keys select, and the tower as they say of parameters; it stays where turns may show
+        images, which it reads during generation.
+        """
+        is_moved = self.tower is not None and self.spec.megatron.param_offload and not self.tower_stays
         return super().offloadable() + ([HostCopy(self._tower_parameters)] if is_moved else [])
 
     def _tower_parameters(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.columns import COLUMNS, PROMPT_COLUMNS
 from megatron_rl.errors import ConfigError
+from megatron_rl.images import pieces_of_numbers
 from megatron_rl.observe.sample_files import GREEDY, RecordedStep, num_recorded, read_step, recorded_files
 from megatron_rl.records import Batch, one_per_group, prompts_of, ragged_from_lengths
 from megatron_rl.roles.actor import Actor
@@ -74,6 +75,8 @@ class RecordedSampler(PoolSampler):
                 )
         elif "raw_prompt" in prompts:
             prompts.add(raw_prompt=[row["prompt"] for row in details])
+        if self.config.has_turns and "images" in prompts:
+            prompts.add(images=[pieces_of_numbers(row.get("images", ())) for row in details])
         uid = torch.from_numpy(recorded.columns["groups"].copy())
         prompts.add(uid=uid, sample=torch.tensor([row["sample"] for row in details]))
         return prompts.without("input_ids")

@@ -282,6 +282,9 @@ class Sampler:
         """Return rows with the columns of their images, which are in flight."""
         if self._images is not None:
             rows.add(self._images.columns(rows))
+        if self.answers.shown is not None:
+            pieces = chain.from_iterable(images_in_flight(self.answers))
+            self.answers.shown.forget({piece.digest for piece in pieces})
         return rows
 
     def _begin_episodes(self) -> None:
@@ -370,9 +373,6 @@ class Sampler:
         rows = self._with_images(rows)
         self.cursor.next_indices()  # the prompts of this batch
         self.keep(step, rows)
-        if self.answers.shown is not None:
-            pieces = chain.from_iterable(images_in_flight(self.answers))
-            self.answers.shown.forget({piece.digest for piece in pieces})
         requests, compared = self.answers.requests_of(step)
         batch = SampledBatch(step, rows, greedy, requests=requests, greedy_requests=compared)
         batch.metrics |= self._describe_responses(step)

@@ -16,10 +16,13 @@ from transformers import AutoTokenizer
 from vision_folders import IMAGE, save_processor, save_vision_tokenizer
 
 from megatron_rl.agents.as_json import WithImages
+from megatron_rl.agents.environment_host import TurnJob
+from megatron_rl.agents.environment_source import EnvironmentsHere
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply, context_images, rows_of
 from megatron_rl.agents.episodes import LiveEpisodes, RecordedEpisodes
 from megatron_rl.agents.image_parts import EpisodeImages
-from megatron_rl.agents.observation import EpisodeFailure, Observation
+from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, ToolCall, Turn
+from megatron_rl.agents.tools import ToolSource
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.image_processor import ImageForms
@@ -264,3 +267,74 @@ def test_equal_tokens_with_other_images_stay_apart(live) -> None:
     keys = image_bytes(rows).view(2, -1, 16)
     differs = (keys[0] != keys[1]).any(-1).nonzero().flatten()
     assert differs.tolist() == list(range(one.images[1].first, one.images[1].stop))
+
+
+TOOLS = """
+from PIL import Image
+
+from megatron_rl.agents.tools import tool
+
+IMAGE = Image.new("RGB", (28, 28), (9, 9, 9))
+
+
+@tool
+def zoom(place: int):
+    '''Zoom.
+
+    Args:
+        place: where
+    '''
+    return IMAGE if place else [{"type": "text", "text": "here"}, {"type": "image", "image": IMAGE}]
+
+
+class Response:
+    def __init__(self, text, image):
+        self.text, self.image = text, image
+
+
+class Zoom:
+    def __init__(self, config, schema): ...
+
+    def create(self, instance, images=(), **more):
+        self.images = images
+        return instance
+
+    def execute(self, instance, arguments):
+        return Response(f"{len(self.images)} images", [IMAGE]), 0.5, {}
+
+    def release(self, instance): ...
+"""
+CLASSES = """
+tools:
+  - class_name: image_tools_for_tests.Zoom
+    config: {}
+    tool_schema: {type: function, function: {name: zoom, parameters: {properties: {place: {type: integer}}}}}
+"""
+
+
+@pytest.mark.parametrize("is_yaml", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_tools_show_images(tmp_path, monkeypatch, is_yaml: bool, reads: bool) -> None:
+    """Functions and verl's classes, which are given those of the prompt. In a run of text both
+    are texts. Would not catch a tool that shows the image of another episode.
+    """
+    (tmp_path / "image_tools_for_tests.py").write_text(TOOLS)
+    (tmp_path / "tools.yaml").write_text(CLASSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = "tools.yaml" if is_yaml else "image_tools_for_tests.py"
+    source = ToolSource(str(tmp_path / file), "key", is_yaml, 4, 9.0, False, TextLimit(999), reads)
+    row = {"images": [png(28, 28)]} if reads else {}
+    calls = tuple(ToolCall("zoom", {"place": place}) for place in range(2))
+    with EnvironmentsHere(source.host()) as here:
+        here.play(0, TurnJob(0, row, (), Turn("", calls)))
+        ((_, answer),) = here.take(waits=True)
+    assert isinstance(answer, WithImages) is reads
+    content = [message["content"] for message in (answer.answer if reads else answer).messages]
+    shown = {"type": "image", "image": key_of(png(28, 28, shade=9))}
+    if is_yaml:
+        text = f"{len(row)} images"
+        assert content == [[shown, {"type": "text", "text": text}] if reads else text] * 2
+    elif reads:
+        assert content == [[{"type": "text", "text": "here"}, shown], [shown]] and len(answer.images) == 1
+    else:
+        assert all(isinstance(text, str) for text in content)

@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 from colour_task import write_colours
-from short_runs import LOCAL, metrics
+from short_runs import LOCAL, MEGATRON, metrics
 from sweeps import WEEKLY
+from test_async_runs import ASYNC, assert_same_bits, events
 from vision_folders import save_qwen3_vl_folder, save_qwen25_vl_folder
+from zoom_task import one_token_turns, write_zoom
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 CONFIG = "configs/grpo_cpu.yaml"
+FORBIDDEN = """
+class Zoom:
+    def reset(self, row):
+        raise RuntimeError("may not run")
+
+    step = reset
+"""
 HELD_OUT = "val-core/colour/acc/mean@1"
 
 
@@ -74,3 +83,69 @@ def test_replicas_read_images_while_the_actor_trains(command_line, tmp_path, ahe
     assert sorted(metrics(run)) == [0, 1, 2, 3, 4]
     compared = [step.get("training/rollout_logprob_diff_max") for step in metrics(run).values()]
     assert max(worst for worst in compared if worst is not None) <= 5e-5  # of steps that one policy sampled
+
+
+def zoom_keys(folder: Path, save=save_qwen25_vl_folder, with_agent: bool = False) -> tuple[str, ...]:
+    path = one_token_turns(save(folder / "model"))
+    return *write_zoom(folder / "data", with_agent), f"actor_rollout_ref.model.path={path}"
+
+
+SHORT_ZOOM = (
+    *("trainer.total_training_steps=2", "trainer.test_freq=5040", "trainer.val_before_train=false"),
+    "actor_rollout_ref.rollout.n=4",
+)
+MODEL = "actor_rollout_ref.model"
+TURN_CASES = [
+    (save_qwen3_vl_folder, "agent", ("--local",)),
+    (save_qwen25_vl_folder, "padded", ("--local", f"{MODEL}.use_remove_padding=false")),
+    (save_qwen3_vl_folder, "tree", ("--local", f"{MODEL}.enable_tree_training=true")),
+    (save_qwen3_vl_folder, "TP2", ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=2")),
+    (save_qwen25_vl_folder, "PP2", ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2")),
+    (save_qwen3_vl_folder, "CP2", ("trainer.n_gpus_per_node=2", f"{MEGATRON}.context_parallel_size=2")),
+]
+
+
+@pytest.mark.parametrize(
+    ("save", "way", "keys"),
+    [pytest.param(*case, marks=pytest.mark.exhaustive if case[1] == "agent" else WEEKLY) for case in TURN_CASES],
+)
+def test_turns_with_images(command_line, tmp_path, save, way: str, keys: tuple[str, ...]) -> None:
+    """Engine beside trainer where the second turn follows an image, of an environment or of an agent behind the
+    endpoint. Would not catch an image that both read at a wrong place: parity to transformers of rows does.
+    """
+    run = command_line(
+        *zoom_keys(tmp_path, save, way == "agent"), *SHORT_ZOOM, *keys, "trainer.launcher=local", config=CONFIG
+    )
+    assert run.wait() == 0, run.text()
+    for line in metrics(run).values():
+        assert 0 < line["training/rollout_logprob_diff_max"] <= 5e-5
+        assert line["num_turns/mean"] == 2 and line["episode/failed_ratio"] == 0
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=WEEKLY) for seed in (1, 2, 3)])
+def test_a_zoom_is_learned(command_line, tmp_path, seed: int) -> None:
+    """From one in 16 to nearly all: the policy looks where its prompt shows it to, and names what the crop shows. Would
+    not catch a crop that it need not read: by the prompt alone no more than a quarter is right.
+    """
+    run = command_line(*zoom_keys(tmp_path), *LOCAL, f"trainer.seed={seed}", config=CONFIG)
+    assert run.wait() == 0, run.text()
+    steps = metrics(run)
+    assert steps[0]["val-core/zoom/reward/mean@1"] <= 0.35 and steps[max(steps)]["val-core/zoom/reward/mean@1"] >= 0.9
+
+
+@pytest.mark.exhaustive
+def test_turns_with_images_are_repeated_without_their_environment(command_line, tmp_path) -> None:
+    """Ahead of training in one process, with a validation; the replay has an environment that may not run, and a copy
+    of the images. Would not catch several replicas.
+    """
+    keys = (*zoom_keys(tmp_path), *LOCAL, "--collapse", "trainer.total_training_steps=2", "trainer.test_freq=2")
+    keys += ("actor_rollout_ref.rollout.n=4",)
+    run = command_line(*keys, config=ASYNC)
+    assert run.wait() == 0, run.text()
+    (forbidden := tmp_path / "forbidden.py").write_text(FORBIDDEN)
+    path = "actor_rollout_ref.rollout.multi_turn.environment.path"
+    again = command_line(*keys, f"{path}={forbidden}", f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert any('"images"' in line for line in (run.run / "schedule.jsonl").read_text().splitlines())
+    assert events(again, "turn") == events(run, "turn")
+    assert_same_bits(again, run)

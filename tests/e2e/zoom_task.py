@@ -1,8 +1,9 @@
 """A tool that zooms: the prompt's picture shows which of four places to look at, and only a crop of it shows the colour
-that is asked for. Every token ends a turn, so a place and a colour are one token each, by its rest modulo 4.
+that is asked for. Every token ends a turn, so a place and a colour are one token each, by its rest modulo 4. A colour
+counts where it was seen: by chance one of 16 responses is right.
 
-The large picture has 448 x 448 pixels, of which the model sees 56 x 56: the dark place, and less than a tenth of the
-colour that 16 of its pixels have.
+The large picture has 448 x 448 pixels, of which the model sees 56 x 56: the dark place, and little of the colour, which
+16 x 16 of its pixels have.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Zoom:
     def step(self, turn):
         self.turns += 1
         if self.turns == 2:
-            return None, float(rest(turn.text) == self.colour), True
+            return None, float(self.is_right and rest(turn.text) == self.colour), True
         place = rest(turn.text)
+        self.is_right = place == self.place
         top, left = (SIDE // 4 + SIDE // 2 * half - MARK // 2 for half in divmod(place, 2))
         crop = self.picture.crop((left, top, left + MARK, top + MARK))
         content = [{"type": "image", "image": crop}]
-        return Observation(({"role": "user", "content": content},), counts={"right": float(place == self.place)})
+        return Observation(({"role": "user", "content": content},), counts={"right": float(self.is_right)})
 '''
 AGENT = '''"""The same as an agent that speaks OpenAI's protocol."""
 
@@ -80,7 +82,8 @@ async def run(task, endpoint):
     shown = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
     messages += [{"role": "assistant", "content": said}, shown]
     reply = await client.chat.completions.create(model="policy", messages=messages)
-    return float(rest(reply.choices[0].message.content) == int(task["ground_truth"]))
+    is_right = rest(said) == task["extra_info"]["place"]
+    return float(is_right and rest(reply.choices[0].message.content) == int(task["ground_truth"]))
 '''
 
 
@@ -141,10 +144,11 @@ def write_zoom(folder: Path, with_agent: bool = False) -> tuple[str, ...]:
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.rollout.n=16",
         "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.actor.entropy_coeff=0.005",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
-        "actor_rollout_ref.actor.optim.lr=2e-3",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.n_gpus_per_node=1",
         "trainer.test_freq=5",
-        "trainer.total_training_steps=40",
+        "trainer.total_training_steps=60",
     )
