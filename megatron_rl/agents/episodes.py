@@ -49,6 +49,10 @@ class Environments(Protocol):
         """Drop the environment of an episode, if there is one."""
 
 
+class ImageError(Exception):
+    """An observation shows an image that cannot be read."""
+
+
 class ShownImages(Protocol):
     """Images of prompts and of turns."""
 
@@ -300,8 +304,7 @@ class LiveEpisodes(Episodes):
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             return Reply(known.turn, answer)
         try:
-            if self._images is not None:
-                self._images.keep(images)
+            self._keep(images)
             begins = answer if isinstance(answer, InitialConversation) else answer.anew
             if begins is not None:
                 self._look_for(begins.tools)
@@ -321,6 +324,8 @@ class LiveEpisodes(Episodes):
         except TemplateRefusal as refusal:
             reason = f"the chat template rejects the observation of the environment: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
+        except ImageError as error:
+            return Reply(known.turn, EpisodeFailure("no_answer", f"an observation with images: {error}"))
         except Exception as error:  # a template or tokenizer at what somebody else wrote; it costs this episode alone
             reason = f"the observation of the environment cannot be tokenized: {describe_error(error)}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
@@ -330,14 +335,26 @@ class LiveEpisodes(Episodes):
         self, ids: list[int], messages: Sequence[Message], known: _OpenTurn, most: int
     ) -> tuple[list[int], Pieces]:
         """Return the tokens of messages with all placeholders of their images, and these. most: tokens; where there are
-        more, no image is read. Raises ValueError for images that cannot be read.
+        more, no image is read. Raises ImageError for images that cannot be read.
         """
         keys = images_of(messages)
         if self._images is None:
             if keys:
-                raise ValueError("it shows images, and this run reads text alone (data.image_key=null)")
+                raise ImageError("this run reads text alone (data.image_key=null)")
             return ids, ()
-        return (ids, ()) if len(ids) > most else self._images.turn_written_out(ids, keys, known.shown)
+        try:
+            return (ids, ()) if len(ids) > most else self._images.turn_written_out(ids, keys, known.shown)
+        except ValueError as error:
+            raise ImageError(str(error)) from None
+
+    def _keep(self, images: Mapping[str, str]) -> None:
+        """Keep new images. Raises ImageError."""
+        if self._images is None:
+            return
+        try:
+            self._images.keep(images)
+        except ValueError as error:
+            raise ImageError(str(error)) from None
 
     def _look_for(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Note tools that the template does not write, once. Raises TemplateRefusal."""
