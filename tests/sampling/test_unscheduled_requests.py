@@ -9,6 +9,7 @@ from test_samplers import Pairs
 from megatron_rl.agents.episode import EpisodeLimits, Reply
 from megatron_rl.agents.episodes import Episodes
 from megatron_rl.agents.observation import Observation, Turn
+from megatron_rl.images import ImagePiece
 from megatron_rl.records import Sampling, repeated
 from megatron_rl.rollout.slices import Drawn, SliceReport
 from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
@@ -69,3 +70,27 @@ def test_a_late_answer_holds_up_its_own_row(awaits) -> None:
     if not awaits:
         asked.take_replies(waits=True)
     assert asked.is_answered and [number for number, _ in episodes.take()] == [9]
+
+
+def test_a_reply_whose_images_nobody_has_read_holds_up_its_own_row() -> None:
+    """Two rows; the images of the first are read after the second has ended. Would not catch features of other images:
+    they are taken by digest.
+    """
+    piece = ImagePiece(0, "ab" * 16, (1, 2, 2), 1)
+    episodes = Arriving([[(-1, GOES_ON), (-2, ENDS)]])
+    episodes._replies = lambda waits: [
+        (number, Reply(Turn("a"), answer, (7,), images=(piece,) if answer is GOES_ON else ()))
+        for number, answer in episodes.arrivals.pop(0)
+    ]
+    asked = UnscheduledRequests(
+        Pairs().batch(torch.tensor([0, 1])), Sampling(1.0, 1.0, -1, 8, 1), lambda *_: 0, episodes
+    )
+    known: set[str] = set()
+    asked.has_features = lambda pieces: {piece.digest for piece in pieces} <= known
+    assert drawn(asked) == [-1, -2]
+    asked.take_replies(waits=True)
+    assert drawn(asked) == [] and [piece.digest for (piece,) in asked.unread] == [piece.digest]
+    known.add(piece.digest)
+    (start,) = asked.shares(1)[0]
+    assert start.request == -1 and asked.unread == [] and not asked.is_answered
+    assert asked.images == [(piece._replace(first=len(start.token_ids) - 1),)]
