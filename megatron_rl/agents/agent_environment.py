@@ -142,7 +142,7 @@ def task_of(row: TaskRow) -> TaskRow:
 
     prompt = row["prompt"]
     try:
-        if not isinstance(prompt, str):
+        if isinstance(prompt, list):
             prompt = [
                 message | {"content": list(map(sent, message["content"]))}
                 if isinstance(message["content"], list)

@@ -89,6 +89,11 @@ class PoolSampler(Sampler):
         if self._sender is None:
             self.logger.note_transition(reports)
 
+    def _take_replies(self, waits: bool) -> None:
+        """Take replies to turns, and have the features of images that they show."""
+        if self.queue.take_replies(waits) and self.answers.shown is not None:
+            self._read_images()
+
     def _run_slices(self, step: int) -> None:
         """Generate until the batch of `step` is complete, or until groups must be scored that need ranks for it or that
         end a batch of generation; then empty the engines, whose caches are released.
@@ -101,20 +106,18 @@ class PoolSampler(Sampler):
                     break
                 self._groups.judge_finished()
                 continue
-            if self.answers.shown is not None:
-                self._read_images()  # that replies to turns show
             orders = {replica: queue.next_slice(replica) for replica in range(len(queue.engines))}
             slices = {replica: order for replica, order in orders.items() if order is not None}
             if not slices and queue.has_turns_open:
                 with self.logger.clock.phase(TURNS):
-                    queue.take_replies(waits=True)
+                    self._take_replies(waits=True)
                 continue
             if not slices:
                 raise RuntimeError(f"batch {step} is not complete and no replica has anything to do")
             for report in self.rollout.advance(slices).get():
                 if report.replica in slices:
                     queue.done(report)
-            queue.take_replies()
+            self._take_replies(waits=False)
         drops = {
             replica: Slice(self._version, 0, drops=tuple(sorted(engine)))
             for replica, engine in enumerate(queue.engines)
