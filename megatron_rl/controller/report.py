@@ -33,7 +33,7 @@ from megatron_rl.sampling.image_features import PatchesOf
 
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
-from megatron_rl.controller.run_images import tensors_of_row
+from megatron_rl.controller.run_images import tensors_of_part
 
 SUMMARY_FILE = "summary.json"
 """The numbers of a whole run, in its folder."""
@@ -320,8 +320,9 @@ def hf_sampled_logits(folder: Path, batch: Batch, patches_of: PatchesOf | None =
     model = hf_model(folder)
     sizes = conversations(batch)[1].tolist()
     parts = zip(batch.flat("input_ids").split(sizes), batch.flat("sampled").split(sizes), strict=True)
-    logits = []
-    for row, (ids, sampled) in enumerate(parts):
-        shown = {} if patches_of is None else tensors_of_row(batch, row, patches_of, ids)
+    logits, first = [], 0
+    for ids, sampled in parts:
+        shown = {} if patches_of is None else tensors_of_part(batch, first, patches_of, ids)
+        first += len(ids)
         logits.append(model(ids[None], **shown).logits[0, :-1][sampled[1:]])
     return torch.cat(logits)

@@ -15,7 +15,7 @@ from megatron_rl.data.prompt_images import PlaceholderIds, PromptImages
 from megatron_rl.errors import ConfigError
 from megatron_rl.images import Grid, digest_of_numbers
 from megatron_rl.parallel.rank_grid import train_grid
-from megatron_rl.records import Batch
+from megatron_rl.records import Batch, row_lengths
 from megatron_rl.sampling.image_features import ImageFeatures, ImageRole, PatchesOf
 
 
@@ -66,17 +66,20 @@ def _check_sizes(policy: ModelFolder, forms: ImageForms) -> None:
             )
 
 
-def tensors_of_row(batch: Batch, row: int, patches_of: PatchesOf, token_ids: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of a model of transformers for the images of a row, {} for a row that is text.
+def tensors_of_part(batch: Batch, first: int, patches_of: PatchesOf, token_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a model of transformers for the images of a conversation, {} for one that is text.
 
-    token_ids: int64 [T], those of the row.
+    first: the place of its first token among those of all rows end to end. token_ids: int64 [T], its own.
     """
     if "image_pieces" not in batch:
         return {}
-    pieces = batch["image_pieces"].unbind()[row].tolist()
+    lengths, counts = row_lengths(batch["input_ids"]), row_lengths(batch["image_pieces"])
+    numbers = batch.flat("image_pieces").clone()
+    numbers[:, 0] += (lengths.cumsum(0) - lengths).repeat_interleave(counts) - first
+    pieces = numbers[(numbers[:, 0] >= 0) & (numbers[:, 0] < len(token_ids))].tolist()
     if not pieces:
         return {}
-    places = [place for first, number, *_ in pieces for place in range(first, first + number)]
+    places = [place for start, number, *_ in pieces for place in range(start, start + number)]
     kinds = torch.zeros_like(token_ids)
     kinds[places] = 1
     images: Sequence[tuple[Grid, torch.Tensor]] = patches_of([digest_of_numbers(low, high) for *_, low, high in pieces])

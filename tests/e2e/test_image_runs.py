@@ -94,10 +94,11 @@ SHORT_ZOOM = (
     *("trainer.total_training_steps=2", "trainer.test_freq=5040", "trainer.val_before_train=false"),
     "actor_rollout_ref.rollout.n=4",
 )
-MODEL = "actor_rollout_ref.model"
+MODEL, TURNS = "actor_rollout_ref.model", "actor_rollout_ref.rollout.multi_turn"
 TURN_CASES = [
     (save_qwen3_vl_folder, "agent", ("--local",)),
     (save_qwen25_vl_folder, "padded", ("--local", f"{MODEL}.use_remove_padding=false")),
+    (save_qwen25_vl_folder, "anew", ("--local", f"{TURNS}.environment.name=Anew")),
     (save_qwen3_vl_folder, "tree", ("--local", f"{MODEL}.enable_tree_training=true")),
     (save_qwen3_vl_folder, "TP2", ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=2")),
     (save_qwen25_vl_folder, "PP2", ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2")),
@@ -111,7 +112,7 @@ TURN_CASES = [
 )
 def test_turns_with_images(command_line, tmp_path, save, way: str, keys: tuple[str, ...]) -> None:
     """Engine beside trainer where the second turn follows an image, of an environment or of an agent behind the
-    endpoint. Would not catch an image that both read at a wrong place: parity to transformers of rows does.
+    endpoint, or begins another conversation with one. Exports are compared with transformers, too. Would not catch an image that both read at a wrong place: parity to transformers of rows does.
     """
     run = command_line(
         *zoom_keys(tmp_path, save, way == "agent"), *SHORT_ZOOM, *keys, "trainer.launcher=local", config=CONFIG

@@ -26,7 +26,7 @@ import io
 
 from PIL import Image
 
-from megatron_rl.agents.observation import Observation
+from megatron_rl.agents.observation import InitialConversation, Observation
 
 SIDE, MARK = 448, 16
 
@@ -52,6 +52,16 @@ class Zoom:
         crop = self.picture.crop((left, top, left + MARK, top + MARK))
         content = [{"type": "image", "image": crop}]
         return Observation(({"role": "user", "content": content},), counts={"right": float(self.is_right)})
+
+
+class Anew(Zoom):
+    """Shows the crop in another conversation."""
+
+    def step(self, turn):
+        said = super().step(turn)
+        if not isinstance(said, Observation):
+            return said
+        return Observation(anew=InitialConversation(said.messages), counts=said.counts)
 '''
 AGENT = '''"""The same as an agent that speaks OpenAI's protocol."""
 
