@@ -112,7 +112,8 @@ TURN_CASES = [
 )
 def test_turns_with_images(command_line, tmp_path, save, way: str, keys: tuple[str, ...]) -> None:
     """Engine beside trainer where the second turn follows an image, of an environment or of an agent behind the
-    endpoint, or begins another conversation with one. Exports are compared with transformers, too. Would not catch an image that both read at a wrong place: parity to transformers of rows does.
+    endpoint, or begins another conversation with one. Exports are compared with transformers, too. Would not catch an
+    image that a template leaves out: its episode fails.
     """
     run = command_line(
         *zoom_keys(tmp_path, save, way == "agent"), *SHORT_ZOOM, *keys, "trainer.launcher=local", config=CONFIG
