@@ -53,7 +53,7 @@ def recorded_step(logger: RunLogger, batch: SampledBatch, number: int) -> Record
             row["prompt"] = prompt
     if logger.config.has_turns and "images" in batch.rows:
         for row, place in zip(table, chosen.tolist(), strict=True):
-            row["images"] = list(numbers_of_pieces(batch.rows.objects("images")[place]))
+            row["image_pieces"] = list(numbers_of_pieces(batch.rows.objects("images")[place]))
     totals = {"loss": float(terms.sum()), "loss_magnitude": float(terms.abs().sum())}
     return RecordedStep(batch.step, len(batch.rows), columns, lengths, table, totals)
 

@@ -76,7 +76,7 @@ class RecordedSampler(PoolSampler):
         elif "raw_prompt" in prompts:
             prompts.add(raw_prompt=[row["prompt"] for row in details])
         if self.config.has_turns and "images" in prompts:
-            prompts.add(images=[pieces_of_numbers(row.get("images", ())) for row in details])
+            prompts.add(images=[pieces_of_numbers(row.get("image_pieces", ())) for row in details])
         uid = torch.from_numpy(recorded.columns["groups"].copy())
         prompts.add(uid=uid, sample=torch.tensor([row["sample"] for row in details]))
         return prompts.without("input_ids")

@@ -12,7 +12,7 @@ from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.config.steps import validates
 from megatron_rl.controller.report import export_adapter, export_and_compare, finish, with_engine_norms
-from megatron_rl.controller.run_images import tensors_of_row
+from megatron_rl.controller.run_images import tensors_of_part
 from megatron_rl.records import Batch, answer_rows
 from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.sampling.image_features import PatchesOf
@@ -79,9 +79,10 @@ def hf_scores(folder: Path, batch: Batch, patches_of: PatchesOf | None = None) -
     model = with_engine_norms(AutoModel.from_pretrained(folder, dtype=torch.float32).eval())
     folder_of_head, head = HFFolder(folder), torch.empty(1, model.config.get_text_config().hidden_size)
     folder_of_head.copy_box("score.weight", ((0, 1), (0, head.shape[1])), tuple(head.shape), head)
-    scores = []
-    for row, ids in enumerate(rows["input_ids"].unbind()):
-        shown = tensors_of_row(rows, row, patches_of, ids[:-1])
+    scores, first = [], 0
+    for ids in rows["input_ids"].unbind():
+        shown = tensors_of_part(rows, first, patches_of, ids[:-1])
+        first += len(ids)
         states = model(input_ids=ids[None, :-1], use_cache=False, **shown).last_hidden_state
         scores.append(states[0, -1] @ head[0])
     return torch.stack(scores)
