@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_rl.agents.agent_programs import ARGUMENTS, AgentProgram, CommandAgent, FunctionAgent, Start
@@ -157,7 +158,7 @@ def task_of(row: TaskRow) -> TaskRow:
 @dataclass(frozen=True)
 class AgentSource(EnvironmentSource):
     """Agents: the function `name` of the file `path`, or a command. key: of the path. timeout_s: between requests.
-    num_tokens: that a conversation may have. reads_images: requests may show some.
+    num_tokens: that a conversation may have. reads_images: requests may show some. kwargs: the function's.
     """
 
     path: str | None
@@ -167,6 +168,7 @@ class AgentSource(EnvironmentSource):
     timeout_s: float
     num_tokens: int = LARGEST_BODY
     reads_images: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     noun = "the agent"
 
@@ -187,4 +189,4 @@ class AgentSource(EnvironmentSource):
         if self.path is None:
             return lambda task, session: CommandAgent(self.command, task, session)
         function: Callable[..., Any] = load_function(self.path, self.key, self.name, ARGUMENTS, may_be_async=True)
-        return lambda task, session: FunctionAgent(function, task, session)
+        return lambda task, session: FunctionAgent(partial(function, **self.kwargs), task, session)

@@ -135,6 +135,8 @@ class EnvironmentHost:
 
     async def _play(self, job: TurnJob) -> Answer:
         kept = self._kept.get(job.episode)
+        if kept is not None and getattr(kept.environment, "is_lost", False):
+            kept = None
         if job.turn is None:
             kept, opening = await self._begun(job)
             return opening if opening is not None else EpisodeFailure("no_answer", "the environment has no opening")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rl.cli.checking import check_cluster_command, doctor_command
+from megatron_rl.cli.datasets import dataset_command
 from megatron_rl.cli.evaluating import eval_command, generate_command
 from megatron_rl.cli.families import families_command, features_command
 from megatron_rl.cli.models import average_command, export_command
@@ -38,6 +39,7 @@ class Command:
 
 COMMANDS = (
     Command("init", init_command, START, "my_run --model tiny --kind score --gpus 0"),
+    Command("dataset", dataset_command, START, "--from questions.jsonl --out train.parquet"),
     Command("port", port_command, START, "run_qwen3-8b.sh --out my.yaml"),
     Command("doctor", doctor_command, START, ""),
     Command("train", train_command, TRAIN, f"{DEMO} --local --collapse trainer.total_training_steps=5"),

@@ -17,7 +17,8 @@ class EnvironmentConfig:
     """The environment: a class of the user's that answers turns."""
 
     path: FilePath | None = None
-    """Python file with the environment class: reset(row), and step(turn) -> (observation, reward, done)."""
+    """Python file with the environment class: reset(row), and step(turn) -> (observation, reward, done). adapter:NAME
+    is an adapter of the package."""
     name: str = "Environment"
     """Name of the environment class in environment.path."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -29,9 +30,12 @@ class AgentConfig:
     """The agent: a program of the user's that calls the policy through an OpenAI-compatible endpoint."""
 
     path: FilePath | None = None
-    """Python file with the agent: a function of (task, endpoint), async or not, which returns its reward or None."""
+    """Python file with the agent: a function of (task, endpoint), async or not, which returns its reward or None.
+    adapter:NAME is an adapter of the package."""
     name: str = "run"
     """Name of the agent function in agent.path."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the agent function."""
     command: list[str] | None = None
     """In place of an agent function: a command and its arguments, one process per running episode. It reads its task as
     JSON from standard input; OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY are set."""
@@ -51,6 +55,9 @@ class MultiTurnConfig:
     no tokens are left for another turn."""
     environment: Annotated[EnvironmentConfig, OURS] = field(default_factory=EnvironmentConfig)
     agent: Annotated[AgentConfig, OURS] = field(default_factory=AgentConfig)
+    python: Annotated[FilePath | None, OURS] = None
+    """Interpreter that runs environment.path or agent.path, in processes of its own: one with packages that the run
+    does not have; null: the run's."""
     function_tool_path: FilePath | None = None
     """Python file with tools, in place of an environment: functions marked with @tool. A turn without a tool call is
     the last one; the reward function or reward models score it."""

@@ -101,6 +101,9 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
     elif len(chosen) > 1:
         _, *others = chosen
         yield Violation(chosen, "cannot both be set", dict.fromkeys(others))
+    if keys.python is not None and keys.environment.path is None and keys.agent.path is None:
+        rule = "runs environment.path or agent.path, and neither is set: tools and commands have the run's own"
+        yield Violation({f"{key}.python": keys.python}, rule, {f"{key}.python": None})
     if keys.agent.command == []:
         yield Violation({f"{key}.agent.command": []}, "must name a program", {f"{key}.agent.command": None})
 

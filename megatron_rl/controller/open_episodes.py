@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,11 +18,13 @@ from megatron_rl.agents.environment_source import (
 from megatron_rl.agents.episode import EpisodeLimits
 from megatron_rl.agents.episodes import Episodes, LiveEpisodes
 from megatron_rl.agents.observation import TextLimit
+from megatron_rl.agents.other_interpreter import InterpreterSource
 from megatron_rl.agents.tool_parser import ToolParser
 from megatron_rl.agents.tools import ToolSource
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.config.adapter_files import file_of
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.message_form import tool_names
@@ -145,8 +148,10 @@ def open_environments(
     host = source.host()
     if local:
         return opened.enter_context(EnvironmentsHere(host))
+    asyncio.run(host.close())
     # Tools and agents have limits of their own, which end first and cost no other episode its process.
-    own_limits = 1 if isinstance(source, ClassSource) else 2
+    is_agent = isinstance(source, InterpreterSource) and source.is_agent
+    own_limits = 1 if isinstance(source, ClassSource | InterpreterSource) and not is_agent else 2
     return opened.enter_context(
         EnvironmentProcesses(source, keys.num_workers, own_limits * keys.tool_timeout_s, host.opens, host.hears_cuts)
     )
@@ -155,13 +160,33 @@ def open_environments(
 def environment_source(keys: MultiTurnConfig, num_tokens: int, reads_images: bool = False) -> EnvironmentSource:
     """Return where environments come from: the user's class, tools or agent."""
     own, agent = keys.environment, keys.agent
+    if keys.python is not None:
+        kind, chosen = ("agent", agent) if agent.is_set else ("environment", own)
+        assert chosen.path is not None  # refused with the configuration
+        place = f"{KEY}.{kind}.path"
+        return InterpreterSource(
+            python=keys.python,
+            python_key=f"{KEY}.python",
+            path=chosen.path,
+            key=place,
+            name=chosen.name,
+            kwargs=chosen.kwargs,
+            limit=text_limit(keys),
+            timeout_s=keys.tool_timeout_s,
+            is_agent=agent.is_set,
+            num_tokens=num_tokens,
+            reads_images=reads_images,
+        )
     if agent.is_set:
         command, timeout_s = tuple(agent.command or ()), keys.tool_timeout_s
-        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", command, timeout_s, num_tokens, reads_images)
+        path = agent.path and file_of(agent.path, f"{KEY}.agent.path")
+        limits = (timeout_s, num_tokens, reads_images)
+        return AgentSource(path, agent.name, f"{KEY}.agent.path", command, *limits, agent.kwargs)
     if keys.tools_file is not None:
         return replace(tool_source(keys), reads_images=reads_images)
     assert own.path is not None  # the configuration's rules
-    return ClassSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, text_limit(keys), reads_images)
+    place = f"{KEY}.environment.path"
+    return ClassSource(file_of(own.path, place), own.name, place, own.kwargs, text_limit(keys), reads_images)
 
 
 def tool_source(keys: MultiTurnConfig) -> ToolSource:

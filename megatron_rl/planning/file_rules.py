@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.output_paths import checkpoint_round, path_outside
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
+from megatron_rl.config.adapter_files import file_of, interpreter_problem
 from megatron_rl.config.algorithm_keys import FilterGroupsConfig
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
@@ -68,6 +69,8 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
             yield from _definition_problems(f"{TURNS}.environment", turns.environment, "class", ast.ClassDef)
             yield from _definition_problems(f"{TURNS}.agent", turns.agent, "function", *FUNCTIONS)
             yield from _command_problems(f"{TURNS}.agent.command", turns.agent.command)
+            wrong = None if turns.python is None else interpreter_problem(turns.python, f"{TURNS}.python")
+            yield from () if wrong is None else (wrong,)
             key, tools = turns.tools_file or ("", None)
             suffixes = (".py",) if key == "function_tool_path" else (".yaml", ".yml")
             wrong = None if tools is None else _wrong_file(f"{TURNS}.{key}", tools, suffixes)
@@ -317,6 +320,11 @@ def _definition_problems(group: str, keys: UserDefinition, what: str, *kinds: ty
     """The file `path`, and the class or function `name` in it."""
     key, name_key, path, name = f"{group}.path", f"{group}.name", keys.path, keys.name
     if path is None:
+        return
+    try:
+        path = file_of(path, key)
+    except ConfigError as error:
+        yield from error.violations
         return
     wrong = _wrong_file(key, path, (".py",))
     if wrong is not None:
