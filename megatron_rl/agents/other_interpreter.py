@@ -265,7 +265,7 @@ class InterpreterSource(EnvironmentSource):
     reads_images: bool = False
 
     def load(self) -> Callable[[TurnJob | Forget], Any]:
-        """Return a function that plays jobs in a worker, which ends with its program: its other episodes are played again."""
+        """Return a function that plays jobs in a worker. The worker ends with its program, and others play again."""
         program = self._program()
         program.ends_worker = True
         return self._host(program).do
