@@ -9,8 +9,6 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from megatron_rl.agents.observation import EpisodeError
-from megatron_rl.agents.other_interpreter import InterpreterProgram
 from megatron_rl.cli.options import check_number
 from megatron_rl.cli.output import refuse_to_lose_output, say
 from megatron_rl.config.adapter_files import PREFIX, adapter_names, file_of
@@ -63,6 +61,9 @@ def dataset_command(
 def _tasks(
     adapter: str, name: str, size: int, seed: int, python: str | None, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    from megatron_rl.agents.observation import EpisodeError
+    from megatron_rl.agents.other_interpreter import InterpreterProgram
+
     if python is None:
         raise ConfigError(f"--from {adapter}:{name} needs --python, the interpreter that has the adapter's package")
     file = file_of(f"{PREFIX}{adapter}", "--from")

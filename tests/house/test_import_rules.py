@@ -126,7 +126,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": GROUND
     | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}
-    | {"starter", "node_check"}
+    | {"starter", "node_check", "agents", *TURNS}
     | {"planning", "planning.layout_search"},
     "__main__": {"cli", "cluster"},
 }
