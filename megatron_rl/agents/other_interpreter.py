@@ -4,6 +4,7 @@ have. One program of it, for all episodes of a process, speaks by lines of JSON 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import itertools
 import json
@@ -26,7 +27,7 @@ from megatron_rl.agents.observation import EpisodeError, InitialConversation, Ob
 from megatron_rl.cluster.child_processes import how_ended, kill_group
 from megatron_rl.config.adapter_files import file_of, interpreter_problem
 from megatron_rl.config.problems import missing_file, refused
-from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.errors import ConfigError, ReplayError, Violation
 from megatron_rl.plain_values import finite_number, quote, strict_json
 
 PROGRAM = Path(__file__).with_name("interpreter_program.py")
@@ -168,6 +169,14 @@ def _settle(answer: asyncio.Future[Any], said: dict[str, Any]) -> None:
         answer.set_result(said["returned"])
 
 
+def _defines_opening(file: Path, name: str) -> bool:
+    """Return whether the class `name` of a file has a method `opening`; the file is only parsed."""
+    classes = (
+        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    return any(getattr(method, "name", "") == "opening" for kind in classes for method in kind.body)
+
+
 def _first_line(channel: socket.socket) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
@@ -245,6 +254,24 @@ class InterpreterAgent:
             self._ended.exception()
 
 
+class UnplayedEnvironments:
+    """Environments of a replay, whose replies are recorded. opens: they begin their episodes."""
+
+    def __init__(self, opens: bool) -> None:
+        self.opens = opens
+
+    def play(self, number: int, job: TurnJob) -> None:
+        """Raise ReplayError: the schedule has no reply to this turn."""
+        raise ReplayError(f"episode {job.episode} has a turn to which the schedule has no reply")
+
+    def take(self, waits: bool) -> list[tuple[int, Any]]:
+        """Return no replies."""
+        return []
+
+    def forget(self, episode: int) -> None:
+        """Keep nothing."""
+
+
 @dataclass(frozen=True)
 class InterpreterSource(EnvironmentSource):
     """The environment or the agent `name` of the file `path`, run by the interpreter `python`. python_key, key: of both
@@ -270,15 +297,23 @@ class InterpreterSource(EnvironmentSource):
         program.ends_worker = True
         return self._host(program).do
 
+    def unplayed(self) -> UnplayedEnvironments:
+        """Return what takes their place in a replay, for which their packages need not exist."""
+        return UnplayedEnvironments(self.is_agent or _defines_opening(self._file(), self.name))
+
     def host(self) -> EnvironmentHost:
         program = self._program()
         program.timeout_s = self.timeout_s
         return self._host(program)
 
-    def _program(self) -> InterpreterProgram:
+    def _file(self) -> Path:
         file = Path(file_of(self.path, self.key)).expanduser()
         if not file.is_file():
             raise refused(missing_file(self.key, self.path, file, (".py",)))
+        return file
+
+    def _program(self) -> InterpreterProgram:
+        file = self._file()
         methods = [] if self.is_agent else METHODS
         hello = {"file": str(file), "name": self.name, "methods": methods, "kwargs": self.kwargs}
         return InterpreterProgram(self.python, self.python_key, hello, f"{self.key}={self.path}")

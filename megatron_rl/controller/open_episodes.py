@@ -18,7 +18,7 @@ from megatron_rl.agents.environment_source import (
 from megatron_rl.agents.episode import EpisodeLimits
 from megatron_rl.agents.episodes import Episodes, LiveEpisodes
 from megatron_rl.agents.observation import TextLimit
-from megatron_rl.agents.other_interpreter import InterpreterSource
+from megatron_rl.agents.other_interpreter import InterpreterSource, UnplayedEnvironments
 from megatron_rl.agents.tool_parser import ToolParser
 from megatron_rl.agents.tools import ToolSource
 from megatron_rl.agents.turn_reader import TurnReader
@@ -63,12 +63,14 @@ def open_episodes(
     local: bool,
     opened: ExitStack,
     images: PromptImages | None = None,
+    is_replay: bool = False,
 ) -> Episodes | None:
     """Return what answers turns; None where every response is a single turn.
 
     config: of `with_tools`. folder: of the policy. are_chats: whether prompts are messages, texts, or both. local:
-    environments are in this process. images: of prompts and turns; None: they are text. Raises ConfigError for both,
-    for code of the user's that cannot be loaded, and for a chat template that does not append messages.
+    environments are in this process. images: of prompts and turns; None: they are text. is_replay: turns have their
+    replies, and no other interpreter runs. Raises ConfigError for both, for code of the user's that cannot be loaded,
+    and for a chat template that does not append messages.
     """
     if not config.has_turns:
         return None
@@ -94,7 +96,7 @@ def open_episodes(
     reader = TurnReader(tokenizer, parser_of, tools, thoughts)
     unread = unread_calls(keys, renderer, parser_of, tools) if tools or keys.agent.is_set else None
     longest = config.data.max_prompt_length + config.data.max_response_length
-    environments = open_environments(keys, local, opened, longest, images is not None)
+    environments = open_environments(keys, local, opened, longest, images is not None, is_replay)
     most_images = None if images is None else config.actor_rollout_ref.rollout.limit_images
     turns = keys.max_assistant_turns or config.data.max_response_length
     limits = EpisodeLimits(turns, keys.max_retries, most_images)
@@ -137,14 +139,21 @@ def unread_calls(
 
 
 def open_environments(
-    keys: MultiTurnConfig, local: bool, opened: ExitStack, num_tokens: int, reads_images: bool = False
-) -> EnvironmentsHere | EnvironmentProcesses:
+    keys: MultiTurnConfig,
+    local: bool,
+    opened: ExitStack,
+    num_tokens: int,
+    reads_images: bool = False,
+    is_replay: bool = False,
+) -> EnvironmentsHere | EnvironmentProcesses | UnplayedEnvironments:
     """Return environments in this process (local), or start processes for them. num_tokens: of a conversation.
     reads_images: which may show images.
 
     Raises ConfigError where the user's code cannot be loaded.
     """
     source = environment_source(keys, num_tokens, reads_images)
+    if is_replay and isinstance(source, InterpreterSource):
+        return source.unplayed()
     host = source.host()
     if local:
         return opened.enter_context(EnvironmentsHere(host))

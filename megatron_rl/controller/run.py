@@ -147,7 +147,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         shaping = reward_shaping(config)
         own_scorers, pretraining = user_scorers(config), Pretraining(config, policy)
         chats = data.train.are_chats | data.val.are_chats
-        episodes = open_episodes(config, policy, chats, local, opened, data.train.images)
+        episodes = open_episodes(config, policy, chats, local, opened, data.train.images, replay is not None)
         folder = RunFolder(config, repairs)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config, folders))
         logger.images = written_pictures(folder.path, data.train.images)

@@ -24,7 +24,7 @@ TRUTHS = ("answer", "ground_truth", "solution", "target", "label", "output")
 
 
 @dataclass(frozen=True)
-class Columns:
+class TaskColumns:
     """Where rows of a file have their parts. prompt: a text, or messages. truth: None: rows have none.
 
     after: what follows its last appearance in the truth is the truth: "####" in gsm8k.
@@ -35,7 +35,7 @@ class Columns:
     after: str = ""
 
 
-def chosen_columns(path: str, prompt: str | None, truth: str | None, after: str) -> Columns:
+def chosen_columns(path: str, prompt: str | None, truth: str | None, after: str) -> TaskColumns:
     """Return the columns of a file: those that are named, or else usual ones.
 
     Raises ConfigError for a file that cannot be read, a name that it does not have, and where no column of a prompt has
@@ -50,10 +50,10 @@ def chosen_columns(path: str, prompt: str | None, truth: str | None, after: str)
         raise ConfigError(f"--prompt must name a column of {path}: {', '.join(forms)}")
     if forms[prompt] not in ("text", "messages", "turns"):
         raise ConfigError(f"--prompt {prompt} of {path} must be a text or messages; it is of the form {forms[prompt]}")
-    return Columns(prompt, truth or next((name for name in TRUTHS if name in forms and name != prompt), None), after)
+    return TaskColumns(prompt, truth or next((name for name in TRUTHS if name in forms and name != prompt), None), after)
 
 
-def rows_of_file(path: str, columns: Columns, source: str) -> list[Row]:
+def rows_of_file(path: str, columns: TaskColumns, source: str) -> list[Row]:
     """Return the rows of a file; its other columns are in `extra_info`. source: their data source.
 
     Raises ConfigError, with row and field, for rows without a prompt or a truth.
@@ -76,7 +76,7 @@ def rows_of_file(path: str, columns: Columns, source: str) -> list[Row]:
     return rows_of_tasks(tasks, source)
 
 
-def _truth(content: Row, columns: Columns) -> str:
+def _truth(content: Row, columns: TaskColumns) -> str:
     if columns.truth is None:
         return ""
     value = value_of(content, columns.truth)
