@@ -50,7 +50,9 @@ def chosen_columns(path: str, prompt: str | None, truth: str | None, after: str)
         raise ConfigError(f"--prompt must name a column of {path}: {', '.join(forms)}")
     if forms[prompt] not in ("text", "messages", "turns"):
         raise ConfigError(f"--prompt {prompt} of {path} must be a text or messages; it is of the form {forms[prompt]}")
-    return TaskColumns(prompt, truth or next((name for name in TRUTHS if name in forms and name != prompt), None), after)
+    return TaskColumns(
+        prompt, truth or next((name for name in TRUTHS if name in forms and name != prompt), None), after
+    )
 
 
 def rows_of_file(path: str, columns: TaskColumns, source: str) -> list[Row]:

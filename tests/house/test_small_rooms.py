@@ -17,7 +17,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 KEYS = ("algorithm_keys", "distillation_keys", "megatron", "reward_keys", "rollout_keys", "schema", "tasks", "trainer")
 SCHEMAS = tuple(f"megatron_rl/config/{name}.py" for name in KEYS)
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
-READS_THE_ENVIRONMENT = ("megatron_rl/cluster/", "megatron_rl/roles/environment.py", "megatron_rl/cli/")
+READS_THE_ENVIRONMENT = (
+    *("megatron_rl/cluster/", "megatron_rl/roles/environment.py", "megatron_rl/cli/"),
+    "megatron_rl/agents/adapters/",  # files of other interpreters
+)
 
 
 def name(path: Path) -> str:
