@@ -215,8 +215,9 @@ class InterpreterEnvironment:
         """Return the reply to a turn."""
         said = await self._program.call(self._episode, "step", asdict(turn))
         if isinstance(said, dict):
+            anew = said.get("anew")
             try:
-                return Observation(**said)
+                return Observation(**said | {"anew": anew and InitialConversation(tuple(anew["messages"]))})
             except TypeError as error:
                 raise EpisodeError("no_answer", f"step must return the fields of an Observation: {error}") from None
         return tuple(said) if isinstance(said, list) else said
