@@ -31,7 +31,7 @@ from megatron_rl.errors import ConfigError, ReplayError, Violation
 from megatron_rl.plain_values import finite_number, quote, strict_json
 
 PROGRAM = Path(__file__).with_name("interpreter_program.py")
-START_S, LONGEST_LINE = 120.0, 1 << 26
+START_S, LONGEST_LINE = 300.0, 1 << 26
 """Seconds in which a program must have imported its file, and bytes of one of its replies."""
 EXITED = 1
 """Code with which a worker ends after its program, so that its other episodes are played again."""
@@ -72,7 +72,7 @@ class InterpreterProgram:
         self._connecting: asyncio.Task[asyncio.StreamWriter] | None = None
         self.starts += 1
         try:
-            ours.sendall(json.dumps(self._hello).encode() + b"\n")
+            ours.sendall(json.dumps(self._hello, default=str).encode() + b"\n")
             said = strict_json(_first_line(ours))
             self.methods: list[str] = said.get("methods", [])
         except (OSError, ValueError, AttributeError):
@@ -90,6 +90,11 @@ class InterpreterProgram:
         """The command that installs the missing module."""
         missing = said.get("missing")
         return f"; try: {self._python} -m pip install {missing.partition('.')[0].replace('_', '-')}" if missing else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended; the next call starts it again."""
+        return self._process.returncode is not None
 
     def new_episode(self) -> int:
         """Return the number of a further episode."""
@@ -115,17 +120,17 @@ class InterpreterProgram:
     def _connection(self) -> asyncio.Task[asyncio.StreamWriter]:
         """Return the task that connects to the program, which is started again where it has ended."""
         if self._connecting is None:
-            if self._process.returncode is not None:
+            if self.has_ended:
                 self._start()
             self._connecting = asyncio.ensure_future(self._connect())
         return self._connecting
 
     async def _connect(self) -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE)
-        self._reading = asyncio.ensure_future(self._read(reader))
+        self._reading = asyncio.ensure_future(self._read(reader, self._process))
         return writer
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]) -> None:
         """Hand replies to those that wait; any other one is dropped."""
         reason = ""
         try:
@@ -136,20 +141,22 @@ class InterpreterProgram:
                     _settle(answer, said)
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = f"its program wrote what is no reply: {error!r:.80}"
-        code = self.end()
+        if self._process is not process:
+            return  # another one has taken its place
         if self.ends_worker:
+            self.end()
             os._exit(EXITED)
+        self.end(reason)
+
+    def end(self, reason: str = "") -> None:
+        """Kill the program with its process group; calls that wait for it fail. reason: why, if not by its end."""
+        self._socket.close()
+        if not self.has_ended:
+            kill_group(self._process.pid)
+        code, self._connecting = self._process.wait(), None
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(EpisodeError("crashed", reason or f"its program {how_ended(code)}"))
-        self._connecting = None
-
-    def end(self) -> int:
-        """Kill the program with its process group; return its exit code."""
-        self._socket.close()
-        if self._process.returncode is None:
-            kill_group(self._process.pid)
-        return self._process.wait()
 
     async def close(self) -> None:
         """End the program and what reads its replies."""
@@ -196,7 +203,7 @@ class InterpreterEnvironment:
     @property
     def is_lost(self) -> bool:
         """Whether the program has ended since the episode began."""
-        return self._starts != self._program.starts
+        return self._starts != self._program.starts or self._program.has_ended
 
     async def reset(self, row: TaskRow) -> None:
         """Prepare for the task of a row."""
@@ -304,7 +311,7 @@ class InterpreterSource(EnvironmentSource):
 
     def host(self) -> EnvironmentHost:
         program = self._program()
-        program.timeout_s = self.timeout_s
+        program.timeout_s = None if self.is_agent else self.timeout_s  # an agent has it between its requests
         return self._host(program)
 
     def _file(self) -> Path:

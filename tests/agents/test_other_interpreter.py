@@ -122,7 +122,8 @@ def test_coroutines_wait_at_the_same_time(tmp_path):
 
 def test_an_agent_is_run_with_its_keyword_arguments(tmp_path):
     """By its opening, reward and failure. Would not catch another interpreter's client."""
-    with EnvironmentsHere(source(tmp_path, "run", is_agent=True, kwargs={"weight": 2.0}).host()) as environments:
+    of = source(tmp_path, "run", timeout_s=60.0, is_agent=True, kwargs={"weight": 2.0})
+    with EnvironmentsHere(of.host()) as environments:
         row = {"index": 0, "prompt": [{"role": "user", "content": "x"}]}
         for episode, text, reward in ((0, "four", 8.0), (1, "raise", None)):
             environments.play(0, TurnJob(episode, row, (), None))
