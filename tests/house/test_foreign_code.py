@@ -27,6 +27,7 @@ MODULES = {
 }
 BARE = {"eval", "exec", "compile", "__import__", "exec_module", "run_path", "run_module", "unsafe_load", "full_load"}
 OURS = {
+    "agents/adapters/tinker_cookbook.py": {"exec_module"},
     "agents/adapters/verifiers.py": {"exec_module"},
     "agents/interpreter_program.py": {"exec_module"},
     "cluster/rank_messages.py": {"pickle.Unpickler"},
