@@ -176,12 +176,12 @@ def _settle(answer: asyncio.Future[Any], said: dict[str, Any]) -> None:
         answer.set_result(said["returned"])
 
 
-def _defines_opening(file: Path, name: str) -> bool:
-    """Return whether the class `name` of a file has a method `opening`; the file is only parsed."""
+def _methods_in(file: Path, name: str) -> set[str]:
+    """Return the methods of the class `name` of a file, which is only parsed."""
     classes = (
         node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
     )
-    return any(getattr(method, "name", "") == "opening" for kind in classes for method in kind.body)
+    return {getattr(method, "name", "") for kind in classes for method in kind.body}
 
 
 def _first_line(channel: socket.socket) -> bytes:
@@ -220,7 +220,13 @@ class InterpreterEnvironment:
 
     async def step(self, turn: Turn) -> Any:
         """Return the reply to a turn."""
-        said = await self._program.call(self._episode, "step", asdict(turn))
+        return self._reply(await self._program.call(self._episode, "step", asdict(turn)))
+
+    async def cut(self, turn: Turn) -> Any:
+        """Return the reward of an episode that is cut off after a turn."""
+        return self._reply(await self._program.call(self._episode, "cut", asdict(turn)))
+
+    def _reply(self, said: Any) -> Any:
         if isinstance(said, dict):
             anew = said.get("anew")
             try:
@@ -263,10 +269,12 @@ class InterpreterAgent:
 
 
 class UnplayedEnvironments:
-    """Environments of a replay, whose replies are recorded. opens: they begin their episodes."""
+    """Environments of a replay, whose replies are recorded. opens: they begin their episodes. hears_cuts: they hear of
+    one that is cut off.
+    """
 
-    def __init__(self, opens: bool) -> None:
-        self.opens = opens
+    def __init__(self, opens: bool, hears_cuts: bool) -> None:
+        self.opens, self.hears_cuts = opens, hears_cuts
 
     def play(self, number: int, job: TurnJob) -> None:
         """Raise ReplayError: the schedule has no reply to this turn."""
@@ -307,7 +315,8 @@ class InterpreterSource(EnvironmentSource):
 
     def unplayed(self) -> UnplayedEnvironments:
         """Return what takes their place in a replay, for which their packages need not exist."""
-        return UnplayedEnvironments(self.is_agent or _defines_opening(self._file(), self.name))
+        methods = () if self.is_agent else _methods_in(self._file(), self.name)
+        return UnplayedEnvironments(*(self.is_agent or name in methods for name in ("opening", "cut")))
 
     def host(self) -> EnvironmentHost:
         program = self._program()
@@ -329,9 +338,9 @@ class InterpreterSource(EnvironmentSource):
     def _host(self, program: InterpreterProgram) -> EnvironmentHost:
         if not self.is_agent:
             opens = "opening" in program.methods
-            limits = (True, self.limit, opens, program.close, self.reads_images)
-            return EnvironmentHost(lambda: InterpreterEnvironment(program), *limits)
-        endpoint = Endpoint(largest_body(self.num_tokens, self.reads_images))
+            keys = (True, self.limit, opens, program.close, self.reads_images, "cut" in program.methods)
+            return EnvironmentHost(lambda: InterpreterEnvironment(program), *keys)
+        endpoint = Endpoint(largest_body(self.num_tokens, self.reads_images), self.num_tokens)
 
         def start(task: TaskRow, session: Session) -> InterpreterAgent:
             return InterpreterAgent(program, task, session)
@@ -341,4 +350,4 @@ class InterpreterSource(EnvironmentSource):
             await program.close()
 
         made = partial(AgentEnvironment, start, endpoint, self.timeout_s, self.reads_images)
-        return EnvironmentHost(made, True, WHOLE_TEXTS, True, close, self.reads_images)
+        return EnvironmentHost(made, True, WHOLE_TEXTS, True, close, self.reads_images, hears_cuts=True)
