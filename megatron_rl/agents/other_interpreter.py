@@ -246,7 +246,8 @@ class InterpreterAgent:
 
     def __init__(self, program: InterpreterProgram, task: TaskRow, session: Session) -> None:
         address = PolicyAddress(session.base_url, session.api_key)
-        given = asdict(address) | {"anthropic_base_url": address.anthropic_base_url}
+        urls = {"anthropic_base_url": address.anthropic_base_url, "session_url": address.session_url}
+        given = asdict(address) | urls
         self._program, self._episode = program, program.new_episode()
         self._ended = asyncio.ensure_future(program.call(self._episode, "run", dict(task), given))
 
