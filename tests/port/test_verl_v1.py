@@ -157,3 +157,21 @@ def test_the_files_of_verls_asynchronous_programs_are_its_defaults(tmp_path, nam
     result = port(script, ["trainer.nnodes=2"], {})
     assert result.features == ["the key a.b, which is in no table"]
     assert values(result).get(PARTIAL) is (False if "one_step" in name else None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ep"),
+    [
+        # TensorRT-LLM's 2 x 2 in the stored script of Qwen3-30B, attention DP, and sizes that need nothing of verl's.
+        (["tensor_model_parallel_size=4", "expert_parallel_size=2", "moe_tensor_parallel_size=2"], 4),
+        (["tensor_model_parallel_size=2", "expert_parallel_size=4", "data_parallel_size=2"], 2),
+        (["tensor_model_parallel_size=2", "expert_parallel_size=1", "data_parallel_size=2"], 1),
+        (["tensor_model_parallel_size=4", "expert_parallel_size=4", "moe_tensor_parallel_size=1"], 4),
+        (["tensor_model_parallel_size=4", "expert_parallel_size=2"], 2),
+        (["expert_parallel_size=2"], 2),
+    ],
+)
+def test_experts_on_ranks_keep_the_users_number_without_keys_of_verl(arguments, ep):
+    """A number that vLLM cannot have is refused later, by its own key. Would not catch another meaning in verl."""
+    rollout = "actor_rollout_ref.rollout"
+    assert values(port(None, [f"{rollout}.{each}" for each in arguments], {}))[f"{rollout}.expert_parallel_size"] == ep

@@ -136,11 +136,13 @@ def mtp_detached(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
 
 
 def whole_experts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """Ranks over which experts are dealt out -> 1, or rollout TP, which are all that vLLM has without attention DP."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return {key: value}
+    """EP next to sizes that only verl has -> 1, or rollout TP, as vLLM has it without attention DP; else as it is."""
     group = key.rpartition(".")[0]
-    return {key: async_keys.number(given, f"{group}.tensor_model_parallel_size", 1) if value > 1 else value}
+    others = (given.get(f"{group}.{name}_parallel_size", 1) for name in ("data", "moe_tensor"))
+    tp_size = given.get(f"{group}.tensor_model_parallel_size")
+    if not all(isinstance(size, int) for size in (value, tp_size)) or value <= 1 or all(size == 1 for size in others):
+        return {key: value}
+    return {key: tp_size}
 
 
 CONVERSIONS: dict[str, Conversion] = {
