@@ -150,6 +150,17 @@ def test_patches_and_digest_of_an_image() -> None:
     assert read[0].digest == read[1].digest and len({one.digest for one in read}) == 4
 
 
+def test_a_png_without_its_last_lines_is_read_as_pil_and_transformers_read_it() -> None:
+    """Its compressed stream is whole and short: the other lines are black. Would not catch one that is too long."""
+    line = b"\0" + bytes([255, 0, 0]) * 28
+    short = png(28, 28, chunk(b"IDAT", zlib.compress(line * 10)))
+    whole = png(28, 28, chunk(b"IDAT", zlib.compress(line * 10 + (b"\0" + bytes(3 * 28)) * 18)))
+    images = reader()
+    one, other = images.read([ImageSource(short), ImageSource(whole)])
+    images.close()
+    assert one.digest == other.digest
+
+
 def test_what_is_transparent_is_white() -> None:
     clear, white = Image.new("RGBA", (28, 28), (255, 0, 0, 0)), Image.new("RGB", (28, 28), (255, 255, 255))
     contents = []
