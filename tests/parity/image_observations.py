@@ -237,9 +237,10 @@ def features_and_bytes(config: Any) -> dict[str, Any]:
 @torch.no_grad()
 def features_by_transformers(path: str) -> torch.Tensor:
     """Features of the six images under transformers' model, all in one call."""
-    from megatron_rl.controller.report import hf_model
+    from transformers import AutoModel
 
-    form, visual = image_form(ModelFolder(path).settings), hf_model(path).model.visual
+    form = image_form(ModelFolder(path).settings)
+    visual = AutoModel.from_pretrained(path, dtype=torch.float32).eval().visual  # of a reward model's folder, too
     assert form is not None
     patches = torch.cat([patches_of(form, number) for number in range(6)])
     out = visual(patches, grid_thw=torch.tensor([GRIDS[number % 3] for number in range(6)]))
