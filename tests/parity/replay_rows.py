@@ -16,6 +16,7 @@ from tiny_qwen3_5 import save_qwen3_5_moe
 
 TWO_STAGES = (2, 1, 2)
 ROLLOUT_TP2 = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
+WHOLE_EXPERTS = {"actor_rollout_ref__rollout__expert_parallel_size": 2}
 LARGE_WEIGHTS = {"initializer_range": 0.3}
 OF_ENGINE = (
     *(
@@ -24,6 +25,7 @@ OF_ENGINE = (
             ("one process", (), ALWAYS),
             ("PP2, VPP2 to TP1", (TWO_STAGES, VPP2), LONG),
             ("DP2, EP2 to TP2", ((2, 1, 1), EP2, ROLLOUT_TP2), LONG),
+            ("PP2 to TP2, EP2", (TWO_STAGES, {}, ROLLOUT_TP2 | WHOLE_EXPERTS), WEEKLY),
         )
     ),
     # Experts in the last layer alone; a dense layer on each stage; routers with biases; scores of sigmoids, whose
