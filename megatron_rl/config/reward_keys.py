@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from megatron_rl.config.constraints import OURS, AtMost, Count, FilePath, NotNegative, OneOf, PassTokens, Positive, Size
+from megatron_rl.config.judge_keys import SELF, JudgeConfig
 from megatron_rl.config.megatron import MegatronConfig, follow_actor, follows
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS
 
@@ -86,6 +87,17 @@ class ScoringModelConfig:
     forward_max_token_len_per_gpu: PassTokens = follows("critic.forward_max_token_len_per_gpu")
     """Tokens per forward pass of the reward model, where use_dynamic_bsz is true."""
     megatron: MegatronConfig = field(default_factory=follow_actor)
+    judge: Annotated[JudgeConfig, OURS] = field(default_factory=JudgeConfig)
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether the model writes its verdict, and is no classifier."""
+        return self.judge.prompt is not None
+
+    @property
+    def asks_policy(self) -> bool:
+        """Whether the policy judges, so that there is no other model."""
+        return self.is_judge and self.model.path == SELF
 
 
 @dataclass

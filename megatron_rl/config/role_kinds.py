@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
-TEACHER = "teacher"
-"""Names of kinds. Each is also the name of its only role; only reward models and teachers may be several."""
+TEACHER, JUDGE = "teacher", "judge"
+"""Names of kinds. Each is also the name of its only role; only reward models, judges and teachers may be several."""
 TUNED, SCORER = "tuned", "scorer"
 """Kinds of the role that a task without generation trains. A policy has the name of the actor. A reward model has the
 name of the critic, because it is saved and exported like one."""
@@ -44,7 +44,8 @@ class RoleKind:
 
     generates: it is no model on Megatron's grid, but vLLM's engine. is_sampled: generation reads its weights. is_main:
     messages about its layout do not name it, and other layouts follow it. is_taught, teaches: it learns from teachers,
-    or is one. gives_reward: its score is a part of the reward. may_read_text: it may have a tokenizer of its own.
+    or is one. gives_reward: its score is a part of the reward. judges: it writes that score, with an
+    engine of its own. may_read_text: it may have a tokenizer of its own.
     takes_trees: rows of its passes may be a trie. names_a_role: a role has the kind's name, and no other one may.
     """
 
@@ -61,6 +62,7 @@ class RoleKind:
     is_taught: bool = False
     teaches: bool = False
     gives_reward: bool = False
+    judges: bool = False
     may_read_text: bool = False
     takes_trees: bool = True
     names_a_role: bool = True
@@ -95,6 +97,15 @@ _ROWS = (
         gives_reward=True,
         may_read_text=True,
         takes_trees=False,
+    ),
+    RoleKind(
+        JUDGE,
+        scored=None,
+        updated=None,
+        offloads=(PARAM_OFFLOAD,),
+        gives_reward=True,
+        judges=True,
+        names_a_role=False,
     ),
     RoleKind(TEACHER, scored=2, updated=None, offloads=(PARAM_OFFLOAD,), teaches=True, names_a_role=False),
     RoleKind(ROLLOUT, scored=None, updated=None, generates=True),

@@ -21,8 +21,10 @@ from megatron_rl.config.algorithms import (
 from megatron_rl.config.distillation_keys import SELF, TeacherConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.reward_keys import ScoringModelConfig
 from megatron_rl.config.role_kinds import ACTOR as ACTOR
 from megatron_rl.config.role_kinds import CRITIC as CRITIC
+from megatron_rl.config.role_kinds import JUDGE as JUDGE
 from megatron_rl.config.role_kinds import KINDS
 from megatron_rl.config.role_kinds import REFERENCE as REFERENCE
 from megatron_rl.config.role_kinds import REWARD_MODEL as REWARD_MODEL
@@ -137,8 +139,13 @@ class Placement:
 
     @property
     def reward_models(self) -> list[RoleSpec]:
-        """Every reward model, `reward_model` first."""
-        return [role for role in self.roles.values() if role.kind.gives_reward]
+        """Every classifier that gives a reward, `reward_model` first."""
+        return [role for role in self.roles.values() if role.kind.gives_reward and not role.kind.judges]
+
+    @property
+    def judges(self) -> list[RoleSpec]:
+        """Every judge that is a model of its own."""
+        return [role for role in self.roles.values() if role.kind.judges]
 
     @property
     def teachers(self) -> list[RoleSpec]:
@@ -323,10 +330,17 @@ def _critic(config: RunConfig) -> RoleSpec:
 
 def _reward_models(config: RunConfig) -> Iterator[RoleSpec]:
     reward, longest = config.reward_model, config.longest_sequence
+    models: list[tuple[str, str, ScoringModelConfig, str, str]] = []
     if reward.enable:
-        yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
+        models.append((REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores"))
     for name, further in config.reward_models.items():
-        yield _reward_model(name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}", longest)
+        models.append((name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}"))
+    for name, key, settings, pool, phase in models:
+        if not settings.is_judge:
+            yield _reward_model(name, key, settings, pool, phase, longest)
+        elif not settings.asks_policy:
+            path = (settings.model.path, f"{key}.model.path", settings.megatron, settings)
+            yield RoleSpec(name, KINDS[JUDGE], key, pool, *path)  # type: ignore[arg-type]
 
 
 def _teachers(config: RunConfig) -> Iterator[RoleSpec]:

@@ -429,6 +429,12 @@ class RunConfig:
         return self.may_be_stale and self.trainer.rollouts_from is None
 
     @property
+    def judges(self) -> dict[str, ScoringModelConfig]:
+        """Reward models that write their verdict, by name."""
+        first: dict[str, ScoringModelConfig] = {"reward_model": self.reward_model} if self.reward_model.enable else {}
+        return {name: model for name, model in (first | self.reward_models).items() if model.is_judge}
+
+    @property
     def has_turns(self) -> bool:
         """Whether an environment answers the policy's turns."""
         return self.generates and self.actor_rollout_ref.rollout.multi_turn.enable

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config.algorithms import has_scores, trains_on_rule, uses_rule
 from megatron_rl.config.declarations import REWARDS
+from megatron_rl.config.judge_rules import judge_problems
 from megatron_rl.config.keys import ACTOR, CRITIC, ROLLOUT, value_of
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.reward_keys import ScoringModelConfig
@@ -115,6 +116,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
         yield from _folder_problems("reward_model", reward, "reward_model.enable=true")
     yield from _shaping_problems("reward_model", reward)
     yield from _further_model_problems(config)
+    yield from judge_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
     if not has_scores(config) and not config.trainer.val_only:

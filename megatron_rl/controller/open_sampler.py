@@ -41,7 +41,7 @@ from megatron_rl.sampling.replica_sampler import ReplicaSampler
 from megatron_rl.sampling.request_scheduler import RequestScheduler
 from megatron_rl.sampling.response_history import LengthHistory, ResponseHistory
 from megatron_rl.sampling.rollout_checkpoint import read_schedule
-from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
+from megatron_rl.sampling.sampler import Schedule, Sources
 from megatron_rl.sampling.schedule_types import KeptGroups, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 
@@ -277,7 +277,7 @@ def open_sampler(
     rollout: Rollout | ReplicatedPool,
     checks: tuple[Callable[[], None], Callable[[], None]],
     opened: ExitStack,
-) -> Sampler:
+) -> PoolSampler | ReplicaSampler:
     """Build the sampler, ready for `load_weights`. rollout: all its ranks, or its replicas if it has some.
 
     checks: called while the asynchronous sampler waits; one raises failures of pools, one raises if the run is to stop.

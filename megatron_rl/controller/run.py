@@ -28,6 +28,7 @@ from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_images import image_features, prompt_images
+from megatron_rl.controller.run_judges import RunJudges
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
 from megatron_rl.controller.run_setup import RunBase, RunPools, raise_failures, take_folder
@@ -46,6 +47,7 @@ from megatron_rl.planning.memory_report import with_kv_cache
 from megatron_rl.planning.planned_steps import PLANNED, PlannedSteps
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
+from megatron_rl.roles.judge import Judge
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.roles.scoring_roles import RewardModel
 from megatron_rl.sampling.sampler import Sampler, Sources
@@ -76,6 +78,7 @@ class Roles:
     rollout: Rollout | ReplicatedPool
     critic: Critic | None
     reward_models: list[tuple[RoleSpec, RewardModel]]
+    judges: dict[str, Judge]
 
     @classmethod
     def of(cls, pools: RunPools, logger: RunLogger) -> Roles:
@@ -88,7 +91,8 @@ class Roles:
         if not (isinstance(rollout, ReplicatedPool) or placement.is_colocated):
             with logger.clock.waiting("connect weight transfer"):
                 connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
-        return cls(actor, rollout, critic, models)
+        judges = {spec.name: pools.handle(spec.name, Judge) for spec in placement.judges}
+        return cls(actor, rollout, critic, models, judges)
 
 
 @dataclass(frozen=True)
@@ -131,10 +135,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
     """
     config, trainer = repairs.config, repairs.config.trainer
     with ExitStack() as opened:
-        placement = Placement.of(config)
-        folders = repairs.folders
-        policy = folders[config.actor_rollout_ref.model.path]
-        tokenizer = policy.tokenizer
+        placement, folders = Placement.of(config), repairs.folders
+        tokenizer = (policy := folders[config.actor_rollout_ref.model.path]).tokenizer
         config = with_tools(with_all_replicas(config, replay))
         with watching("reading of the prompts"):
             data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, policy)))
@@ -146,6 +148,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         readers, template_notes = text_readers(config, folders, (data.train, data.val))
         shaping = reward_shaping(config)
         own_scorers, pretraining = user_scorers(config), Pretraining(config, policy)
+        judges = RunJudges.of(config, policy, folders, replay)
         chats = data.train.are_chats | data.val.are_chats
         episodes = open_episodes(config, policy, chats, local, opened, data.train.images, replay is not None)
         folder = RunFolder(config, repairs)
@@ -153,7 +156,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         logger.images = written_pictures(folder.path, data.train.images)
         verdicts = verdicts_of(config, logger.warn, local)
         algorithm = Algorithm(config, logger.clock, logger.warn)
-        parts = (data, algorithm, shaping, pretraining, logger)
+        parts = (data, algorithm, shaping, pretraining, judges.record, logger)
         ends = end_token_notes(policy, config.data.apply_chat_template_kwargs, True in chats)
         notes = () if episodes is None else episodes.notes
         plain = untemplated_notes(chats, tokenizer, config.data)
@@ -165,17 +168,19 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         roles = Roles.of(pools, logger)
-        rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
+        changed = (readers, shaping, judges.judges)
+        rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, *changed)
         rewarding = RewardScorer(rewards)
         scorers = [
             *prompt_feedback(data.cursor),
             *scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers),
             rewarding,
         ]
-        images = image_features(placement, data.train.images, roles.actor)
-        sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes, verdicts, images)
+        rest = (episodes, verdicts, image_features(placement, data.train.images, roles.actor))
+        sources = Sources(config, data.train, data.cursor, rewarding, logger, *rest)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
+        judges.connect(placement, roles.judges, sampler)
         for facts in (sampler.awaited.progress, rules.under_way):
             logger.watch.ask(facts)
         held_out: list[Scorer] = [*(scorer for scorer in own_scorers if scorer.in_validation), HeldOutScorer(rewards)]
@@ -184,10 +189,10 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         life.restore()
         pools.begin_followers(folder.start.step)
         sampler.load_weights(folder.start.step)
+        ppo_parts = (roles, sampler, scorers, algorithm, pretraining, validation)
         planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config), folders)
         with life:
-            ppo_parts = (roles, sampler, scorers, algorithm, pretraining, validation, planned)
-            yield Run(config, pools, life, logger, repairs, *ppo_parts)
+            yield Run(config, pools, life, logger, repairs, *ppo_parts, planned)
 
 
 @dataclass(frozen=True)
@@ -236,6 +241,7 @@ class Data:
 def read_prompts(config: RunConfig, policy: ModelFolder) -> tuple[PromptDataset, PromptDataset]:
     """Training and held-out prompts. Raises ConfigError."""
     data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
+    keeps_text = keeps_text or bool(config.judges)
     num_tokens, images = policy.settings["vocab_size"], prompt_images(config, policy)
     train, val = (
         PromptDataset(as_list(files), policy.tokenizer, data, is_judged, keeps_text, num_tokens, most, images)

@@ -21,7 +21,8 @@ def length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vio
     yield from _pack_problems(config)
     yield from _text_length_problems(config, models)
     yield from _teacher_problems(config, models)
-    readers = {role.model_path for role in roles_of(config) if not role.reads_text}
+    yield from _judge_problems(config, models)
+    readers = {role.model_path for role in roles_of(config) if not (role.reads_text or role.kind.judges)}
     models = [model for model in models if model.path in readers]
     for model in models:
         for name, limit in _limits(config, model):
@@ -130,6 +131,21 @@ def _teacher_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[V
             if prompt + response > limit > response:
                 rule = f"and data.max_response_length={response} must be <= {name}({limit}) of {model.path} together"
                 yield Violation({key: prompt}, rule, {key: limit - response})
+
+
+def _judge_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
+    """What judges of a model of their own read and write."""
+    by_path = {model.path: model for model in models}
+    for role in roles_of(config):
+        model = by_path.get(role.model_path)
+        if not role.kind.judges or model is None:
+            continue
+        prompt, response = role.settings.judge.max_prompt_length, role.settings.judge.max_response_length
+        keys = {f"{role.key}.judge.max_prompt_length": prompt, f"{role.key}.judge.max_response_length": response}
+        for name, limit in model.longest.items():
+            if prompt + response > limit:
+                nearest = {next(iter(keys)): limit - response} if limit > response else {}
+                yield Violation(keys, f"must be <= {name}({limit}) of {model.path} together", nearest)
 
 
 def _vocabulary_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:

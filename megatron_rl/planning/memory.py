@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.checkpoint.model_folder import ModelFolders
+from megatron_rl.config.judge_engine import judge_tp_size
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -18,14 +19,23 @@ from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
 from megatron_rl.hybrid_engine.plan import ON_HOST
 from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.parts import FP32
+from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.sharding import shard_of
 from megatron_rl.planning.delta_memory import indices, sent_last
 from megatron_rl.planning.eight_bit_transition import product_numel
+from megatron_rl.planning.exchange_counts import ExchangeCounts
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.role_ledger import IN_EIGHT_BITS, SCORE, TOWER, UPDATE, Held
-from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_bytes, made_to_send, resident_bytes
+from megatron_rl.planning.run_models import (
+    PoolModels,
+    RunModels,
+    bucket_bytes,
+    host_copy_bytes,
+    made_to_send,
+    resident_bytes,
+)
 
-GEN, RESHARD, INIT, SAVE, IMAGES = "gen", "reshard", "init", "save", "images"
+GEN, RESHARD, INIT, SAVE, IMAGES, JUDGING = "gen", "reshard", "init", "save", "images", "judge"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
 
 
@@ -85,7 +95,7 @@ def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
     """Return the phases that these roles can have, in the order of a step."""
     scores = sorted((role.kind.scored, place, role.score.phase) for place, role in enumerate(roles) if role.score)
     updates = sorted((role.kind.updated, place, role.update.phase) for place, role in enumerate(roles) if role.update)
-    return [INIT, IMAGES, RESHARD, GEN, *(phase for *_, phase in (*scores, *updates)), SAVE]
+    return [INIT, IMAGES, RESHARD, GEN, JUDGING, *(phase for *_, phase in (*scores, *updates)), SAVE]
 
 
 def without_moments(held: Held) -> Held:
@@ -132,6 +142,8 @@ class MemoryOfStage:
             INIT: max(moments, key=lambda moment: sum(moment.values())),
             **self._generation_phases(held),
         }
+        if judging := self._judging(held):
+            phases[JUDGING] = judging
         if following := self._following(held):
             phases[RESHARD] = max(phases.get(RESHARD, {}), following, key=lambda moment: sum(moment.values()))
         if self.pool is self.models.training and (images := self.models.images()):
@@ -171,6 +183,14 @@ class MemoryOfStage:
             moments += [before | moment for moment in ledger.while_built(self.pp_rank)]
             before |= without_moments(self._held(role))
         return max([*moments, before], key=lambda moment: sum(moment.values()))
+
+    def _judging(self, held: Held) -> Held:
+        """Return the largest moment of a judge's call, with what stays in generation; {}: the pool has no judge."""
+        moments = []
+        for role in (role for role in self.roles if role.kind.judges):
+            staying = self._staying(held) | {name: size for name, size in held.items() if name.startswith(role.name)}
+            moments.append(staying | judge_bytes(self.models, self.pool, role, self.pp_rank))
+        return max(moments, key=lambda moment: sum(moment.values()), default={})
 
     # Generation
 
@@ -254,6 +274,23 @@ class MemoryOfStage:
             "KV cache": rollout.kv_cache_memory_bytes,
             "vLLM activations": activations,
         }
+
+
+def judge_bytes(models: RunModels, pool: PoolModels, role: RoleSpec, pp_rank: int) -> Held:
+    """Return the memory of a judge next to its weights while it writes: weights of other stages, cache, activations."""
+    config, weights, grid = models.config, pool.weights(role), pool.grid
+    tp_size = judge_tp_size(config, role)
+    per_node = pool.spec.size.num_ranks_per_node
+    members = weights.members(grid.exchange_group(0), RolloutGrid(grid, tp_size), per_node, VOCAB_PADDING)
+    exchange = ExchangeCounts(tensors_of(weights.params.specs), members, drop_train_weights=False)
+    size = len(members) // grid.pp_size
+    own = range(pp_rank * size, (pp_rank + 1) * size)
+    gathered = max(exchange.receive_buffer_numels[number] for number in own) * pool.element
+    return {
+        f"{role.name} gathered": gathered,
+        f"{role.name} KV cache": role.settings.judge.kv_cache_memory_bytes,
+        "vLLM activations": engine_bytes(config, pool.model(role), pool.element, tp_size),
+    }
 
 
 def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:

@@ -66,6 +66,7 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
     if config.generates:
         yield from _rollout_problems(config, roles)
         yield from _reward_pool_problems(config, roles)
+        yield from _judge_problems(roles, config)
 
 
 def _name_problems(config: RunConfig) -> Iterable[Violation]:
@@ -140,6 +141,16 @@ def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[
     if reward.enable_resource_pool:
         reason = f"as {own_key}=true gives the reward model a pool of its own"
         yield from _made_pool_problems(config, roles, REWARD_POOL, reason)
+
+
+def _judge_problems(roles: list[RoleSpec], config: RunConfig) -> Iterable[Violation]:
+    """Judges among ranks that generate all the time."""
+    actor, where = config.actor_rollout_ref.actor.pool, rollout_pool(config)
+    for role in roles:
+        if role.kind.judges and role.pool == where != actor and config.trainer.rollout_ahead:
+            reason = "is the pool of replicas, which generate while others train and have no time for a judge"
+            hint = f"try: {role.key}.pool={actor}, or a pool of its own"
+            yield Violation({f"{role.key}.pool": role.pool}, reason, hint=hint)
 
 
 def _made_pool_problems(config: RunConfig, roles: list[RoleSpec], name: str, reason: str) -> Iterable[Violation]:

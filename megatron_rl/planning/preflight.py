@@ -177,8 +177,8 @@ def read_models(
         )
         problems += faults
         sizes = sizes_read[read]
-        if role.kind.is_sampled and sizes is not None and not config_only:
-            problems += end_token_problems(role.model_key, folders[actor_path], sizes.vocab_size)
+        if (role.kind.is_sampled or role.kind.judges) and sizes is not None and not config_only:
+            problems += end_token_problems(role.model_key, folders[role.model_path], sizes.vocab_size)
     return list({model.path: model for model in sizes_read.values() if model is not None}.values()), problems
 
 

@@ -11,6 +11,7 @@ import torch
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member, aligned
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.model.decoder import Chunk
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.mpu import TrainGroups
@@ -21,11 +22,15 @@ from megatron_rl.roles.model_source import named_parameters
 class FrozenBuffer:
     """Parameters without gradients in one tensor, as DDP lays those with gradients.
 
-    param_data: all of them. param_index_map: parameter -> (first element, one after its last, 0).
+    param_data: all of them. param_index_map: parameter -> (first element, one after its last, 0). memory: under them,
+    if it can be released; else None.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Move the parameters, of one dtype, which are not read yet: their values are lost."""
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], memory_pool: str | None = None) -> None:
+        """Move the parameters, of one dtype, which are not read yet: their values are lost.
+
+        memory_pool: the tag of memory that can be released, and stays at its address; None: it stays allocated.
+        """
         self.param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
         stop = 0
         for parameter in parameters:
@@ -33,7 +38,12 @@ class FrozenBuffer:
             stop = start + parameter.numel()
             self.param_index_map[parameter] = (start, stop, 0)
         like = next(iter(self.param_index_map))
-        self.param_data = torch.zeros(stop, dtype=like.dtype, device=like.device)
+        self.memory: MemoryBuffer | None = None
+        if memory_pool is None:
+            self.param_data = torch.zeros(stop, dtype=like.dtype, device=like.device)
+        else:
+            self.memory = MemoryBuffer(stop, like.dtype, like.device, memory_pool)
+            self.param_data = self.memory.data.zero_()
         for parameter, (start, end, _) in self.param_index_map.items():
             parameter.data = self.param_data[start:end].view(parameter.shape)
 

@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from megatron_rl.checkpoint.contents import reference_of
 from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.checkpoint.model_folder import model_folders
+from megatron_rl.config.judge_engine import engine_tp_size
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
@@ -22,7 +23,7 @@ from megatron_rl.device import Device, choose_flash_attention, synchronize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
-from megatron_rl.parallel.rank_grid import RolloutGrid, rollout_grid, train_grid
+from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
 from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
 from megatron_rl.roles.policy_followers import FollowingScorer
@@ -91,8 +92,7 @@ class RankHost:
     @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         """This rank's coordinates, for the controller's dispatch."""
-        rank, rollout = self.groups.rank, self.spec.role(ROLLOUT)
-        grid = RolloutGrid(self.groups.grid, 1) if rollout is None else rollout_grid(self.groups.grid, rollout.settings)
+        rank, grid = self.groups.rank, RolloutGrid(self.groups.grid, engine_tp_size(self.config, self.spec))
         return Coordinates(
             rank=rank,
             dp_rank=self.groups.dp_rank,

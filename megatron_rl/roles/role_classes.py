@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_rl.config.roles import (
     ACTOR,
     CRITIC,
+    JUDGE,
     REFERENCE,
     REWARD_MODEL,
     ROLLOUT,
@@ -17,6 +18,7 @@ from megatron_rl.config.roles import (
 )
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
+from megatron_rl.roles.judge import Judge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.roles.role import Role
@@ -31,7 +33,8 @@ TRAINED: dict[str, type[Actor | Critic | SupervisedPolicy | TrainableRewardModel
     TUNED: SupervisedPolicy,
     SCORER: TrainableRewardModel,
 }
-SCORING: dict[str, type[Reference | RewardModel | Teacher]] = {
+SCORING: dict[str, type[Judge | Reference | RewardModel | Teacher]] = {
+    JUDGE: Judge,
     REFERENCE: Reference,
     REWARD_MODEL: RewardModel,
     TEACHER: Teacher,

@@ -54,7 +54,7 @@ class GroupJudge:
     @property
     def needs_ranks(self) -> bool:
         """Whether reward models score too, so that only the trainer's thread can judge, between its steps."""
-        return bool(self.scorer.rewards.models)
+        return bool(self.scorer.rewards.models or self.scorer.rewards.judges)
 
     def judge(self, groups: Collection[int] | None = None) -> bool:
         """Score finished groups, wait for it, and give their verdicts; return whether there was one. groups: some of

@@ -5,13 +5,14 @@ Without responses that outlive a step a batch is one round, in which each replic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_rl.records import Batch, Sampling, one_per_group, prompts_of
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
-from megatron_rl.rollout.slices import Slice, largest_cache_usage
+from megatron_rl.rollout.slices import Drawn, Slice, Start, largest_cache_usage
+from megatron_rl.sampling.questions import PolicyQuestions
 from megatron_rl.sampling.sampler import TURNS, Sampler, Schedule, Sources
 from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -71,6 +72,15 @@ class PoolSampler(Sampler):
                 asked.take_replies(waits=not slices)
                 self._read_images(asked.images)
         return self._with_images(asked.rows())
+
+    def ask(self, starts: Sequence[Start]) -> dict[int, Drawn]:
+        """Have the policy reply to questions that are no prompts of the run: number -> reply."""
+        asked = PolicyQuestions(starts)
+        with self._rollout_mode():
+            shares = enumerate(asked.shares(len(self.queue.engines)))
+            slices = {replica: Slice(self._version, None, share) for replica, share in shares if share}
+            asked.note(self.rollout.advance(slices).get())
+        return asked.replies
 
     def describe(self) -> dict[str, float]:
         reports, self.queue.reports = self.queue.reports, []

@@ -10,11 +10,13 @@ from megatron_rl.cluster.replicas import Replica
 from megatron_rl.config.steps import is_save_step, is_validation_step
 from megatron_rl.records import Batch, Sampling
 from megatron_rl.roles.actor import Actor
+from megatron_rl.rollout.slices import Drawn, Start
 from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
 from megatron_rl.sampling.drain_notices import DrainNotices
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.image_features import pieces_of
 from megatron_rl.sampling.journal import Counted
+from megatron_rl.sampling.questions import PolicyQuestions
 from megatron_rl.sampling.replica_states import Elastic, ReplicaSlots
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
 from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests, generate_now
@@ -110,15 +112,27 @@ class ReplicaSampler(Sampler):
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, *how)
         if self._images is not None and self.answers.shown is not None:
             asked.has_features, self._asked = self._images.has, asked
-        with self.awaited.waiting(asked.episodes), self.driver.holding(version, drained=not self.rules.partial):
-            self.driver.ask(asked.begin)
+        with self.awaited.waiting(asked.episodes):
+            self._generate_now(asked, version, asked.begin)
+        return self._with_images(asked.rows())
+
+    def ask(self, starts: Sequence[Start]) -> dict[int, Drawn]:
+        """Reply as `PoolSampler.ask`; open requests continue afterwards."""
+        asked = PolicyQuestions(starts)
+        self._generate_now(asked, self.weights.version)
+        return asked.replies
+
+    def _generate_now(
+        self, asked: UnscheduledRequests | PolicyQuestions, version: int, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        with self.driver.holding(version, drained=not self.rules.partial):
+            self.driver.ask(begin)
             while not self.driver.ask(lambda: generate_now(self.driver, asked, version)):
                 self.driver.wait_until(lambda: self.weights.is_wanted)
                 self.send_weights(version)
             self._asked = None
             with self.driver.locked() as queue:
                 queue.scheduler.saved(version, interrupted=True)
-        return self._with_images(asked.rows())
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

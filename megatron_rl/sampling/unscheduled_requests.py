@@ -15,6 +15,7 @@ from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
 from megatron_rl.sampling.in_flight import ImagesOf, SeedOf, new_episodes, responses_of, start_of
+from megatron_rl.sampling.questions import PolicyQuestions
 
 UNREAD_S = 0.01
 """Time between two looks at whether another thread has read the images of requests."""
@@ -124,7 +125,7 @@ class UnscheduledRequests:
         return responses_of(self.episodes, self._uid, with_versions=False, has_turns=self._episodes is not None)
 
 
-def generate_now(driver: Driver, asked: UnscheduledRequests, version: int) -> bool:
+def generate_now(driver: Driver, asked: UnscheduledRequests | PolicyQuestions, version: int) -> bool:
     """Have replicas answer with the weights of `version`; call it in the driver's thread while the driver is held.
 
     Unfinished requests in the engines are dropped. If a replica is lost, the others take its rows. Returns whether all

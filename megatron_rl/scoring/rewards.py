@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder, Model
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING
+from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING, ScoringModelConfig
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
@@ -23,6 +23,7 @@ from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch
+from megatron_rl.scoring.judging import Judging
 from megatron_rl.scoring.rule import Ended, NoRule, RuleReward
 from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_part
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
@@ -43,7 +44,7 @@ class Rewards:
     """Scores responses. models: every reward model and its handle. warn: shows a warning.
 
     readers: name -> reader of a reward model with a tokenizer of its own; the others read the actor's tokens.
-    shaping: changes the models' scores for training; None: it does not.
+    shaping: changes the models' scores for training; None: it does not. judges: reward models that write their verdict.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Rewards:
         clock: PhaseClock,
         readers: Mapping[str, TextReader] | None = None,
         shaping: RewardShaping | None = None,
+        judges: Sequence[Judging] = (),
     ) -> None:
-        self.config, self.rules, self.models = config, rules, models
+        self.config, self.rules, self.models, self.judges = config, rules, models, judges
         self.shaping = RewardShaping() if shaping is None else shaping
         is_apart = config.custom_reward_function.validation_only
         self._training_rules = NoRule(rules.tokenizer) if is_apart else rules
@@ -87,9 +89,14 @@ class Rewards:
         Raises RewardError where a reward model with a chat template of its own cannot read a conversation.
         """
         pending: Pending = []
+        for judge in self.judges:
+            rows = scored_rows(judge.settings, answers)
+            if rows is None or len(rows):
+                with self._clock.phase("reward"):
+                    pending.append(judge.start(answers if rows is None else answers[rows], rows))
         # Models that read the actor's tokens score while conversations are tokenised for the others.
         for spec, model in sorted(self.models, key=lambda pair: pair[0].name in self._readers):
-            rows = scored_rows(spec, answers)
+            rows = scored_rows(spec.settings, answers)
             if rows is not None and not len(rows):
                 continue
             read = answers if rows is None else answers[rows]
@@ -222,11 +229,11 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
     return RewardShaping(shapes)
 
 
-def scored_rows(spec: RoleSpec, answers: Batch) -> torch.Tensor | None:
+def scored_rows(settings: ScoringModelConfig, answers: Batch) -> torch.Tensor | None:
     """int64: the rows whose responses a reward model scores; None if it scores all sources."""
-    if spec.settings.data_sources is None:
+    if settings.data_sources is None:
         return None
-    mine = set(spec.settings.data_sources)
+    mine = set(settings.data_sources)
     sources = answers.objects("data_source")
     return torch.tensor([row for row, source in enumerate(sources) if source in mine], dtype=torch.int64)
 

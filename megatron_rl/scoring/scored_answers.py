@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,7 +117,8 @@ class ModelScores:
 
     is_cut: bool [B], True where the model does not read the end of a conversation; None if it reads the actor's
     tokens. shaped: rewards that training takes instead of the scores; None: training takes the scores. rows: int64 [B],
-    the numbers of these responses in the batch; None if the model scores the whole batch.
+    the numbers of these responses in the batch; None if the model scores the whole batch. texts, counts: name -> what
+    else is logged of each response, such as the text of a judge and its further attempts.
     """
 
     name: str
@@ -126,6 +127,8 @@ class ModelScores:
     is_cut: torch.Tensor | None = None
     shaped: Shaped | None = None
     rows: torch.Tensor | None = None
+    texts: Mapping[str, list[str]] = field(default_factory=dict)
+    counts: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property
     def all_rows(self) -> torch.Tensor:
@@ -138,11 +141,13 @@ class ModelScores:
         return self.scores if self.shaped is None else self.shaped.rewards
 
     @property
-    def columns(self) -> dict[str, list[float]]:
+    def columns(self) -> dict[str, list[float] | list[str]]:
         """Name -> the value logged for each response."""
         label = FIRST_NAME if self.name == FIRST_MODEL else f"{self.name}_score"
         short = label.removesuffix("_score")
-        columns = {label: self.scores.tolist()}
+        columns: dict[str, list[float] | list[str]] = {label: self.scores.tolist()}
+        columns |= {f"{short}_{name}": texts for name, texts in self.texts.items()}
+        columns |= {f"{short}_{name}": numbers for name, numbers in self.counts.items()}
         if self.is_cut is not None:
             columns[f"{short}_truncated"] = self.is_cut.float().tolist()
         if self.shaped is not None:

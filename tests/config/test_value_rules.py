@@ -137,7 +137,13 @@ FLOATS = [key for key, kind in KEYS.items() if "float" in str(kind)]
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_number_may_be_infinite_or_nan(defaults, key, value):
     """Every key of the schema that holds a float, alone or in a list. Would not catch a number the user names."""
-    given = [value] if "weights" in key else [0.9, value] if "betas" in key or "clip_range" in key else value
+    given = (
+        [value]
+        if "weights" in key
+        else [0.9, value]
+        if "betas" in key or key.endswith(("clip_range", ".scale"))
+        else value
+    )
     assert any(problem.startswith(f"{key}=") for problem in value_problems(changed(defaults, key, given)))
 
 

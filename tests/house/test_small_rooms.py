@@ -14,7 +14,17 @@ FOLDERS = ("megatron_rl", "third_party_patches", "scripts", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py"))
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
-KEYS = ("algorithm_keys", "distillation_keys", "megatron", "reward_keys", "rollout_keys", "schema", "tasks", "trainer")
+KEYS = (
+    "algorithm_keys",
+    "distillation_keys",
+    "judge_keys",
+    "megatron",
+    "reward_keys",
+    "rollout_keys",
+    "schema",
+    "tasks",
+    "trainer",
+)
 SCHEMAS = tuple(f"megatron_rl/config/{name}.py" for name in KEYS)
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 READS_THE_ENVIRONMENT = (

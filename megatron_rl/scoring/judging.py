@@ -1,0 +1,186 @@
+"""Ask judges about responses: questions, attempts, verdicts, scores. Who generates is an `Asker`'s affair."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config.judge_keys import GROUP, PAIRWISE
+from megatron_rl.config.reward_keys import ScoringModelConfig
+from megatron_rl.records import Batch, Sampling
+from megatron_rl.rollout.slices import Drawn, Start
+from megatron_rl.scoring.judge_forms import Ask, JudgedResponse, asks_of, question_text, scores_of
+from megatron_rl.scoring.judge_prompts import JudgePrompts, Question
+from megatron_rl.scoring.judge_record import JudgeRecord, Written, key_of
+from megatron_rl.scoring.judge_verdicts import VerdictReader
+from megatron_rl.scoring.rule import read_samples
+from megatron_rl.scoring.scored_answers import ModelScores
+
+Replies = dict[int, Drawn]
+"""Number of a question -> the whole reply to it."""
+SeedOf = Callable[[int, int], int]
+LONGEST_NOTE = 2000
+"""Characters of the verdicts on a response that tables show."""
+WARMTH = 1.0
+"""Temperature of a further attempt of a greedy judge."""
+
+
+class Asker(Protocol):
+    """A model that replies to questions."""
+
+    def start(self, questions: Sequence[Start]) -> Callable[[], Replies]:
+        """Begin, as far as that needs no other call to end first; the result waits for the replies."""
+
+
+@dataclass
+class Opinion:
+    """The attempts at one question. verdict: None: no attempt has one."""
+
+    text: str = ""
+    verdict: list[float] | None = None
+    attempts: int = 0
+
+
+class Judging:
+    """One judge as the controller asks it.
+
+    name: that of the reward model. policy: the tokenizer of the responses. own: the judge's tokenizer. asker: set
+    before the first call, unless all is recorded. seed_of: (digest of a question, attempt) -> seed of the reply.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: ScoringModelConfig,
+        policy: PreTrainedTokenizerBase,
+        own: PreTrainedTokenizerBase,
+        record: JudgeRecord,
+        seed_of: SeedOf,
+    ) -> None:
+        """Raises ConfigError as `JudgePrompts`."""
+        self.name = name
+        self.settings = settings
+        self.asker: Asker | None = None
+        self._keys, self._policy, self._own, self._record = self.settings.judge, policy, own, record
+        key = f"{judge_key(name)}.judge"
+        assert self._keys.prompt is not None  # it is a judge
+        self._prompts = JudgePrompts(key, self._keys.prompt, self._own, self._keys.max_prompt_length)
+        self._read = VerdictReader(self._keys)
+        self._seed_of_digest = seed_of
+
+    def start(self, rows: Batch, chosen: torch.Tensor | None) -> Callable[[], ModelScores]:
+        """Ask about responses; the result waits for the judge. chosen: see `ModelScores.rows`.
+
+        Raises RewardError for a row without a rubric, where the form needs one, and for a question that a repeated
+        record does not have.
+        """
+        cases = self._cases(rows)
+        asks = asks_of(self._keys.form, cases)
+        questions = self._prompts.fill([ask.places for ask in asks])
+        judged = [len(ask.rows) if self._keys.form == GROUP else 1 for ask in asks]
+        sizes = {question.token_ids: size for question, size in zip(questions, judged, strict=True)}
+        wait = self._attempt(list(sizes), 0)
+
+        def finish() -> ModelScores:
+            return self._scores(asks, questions, self._replies(wait(), sizes), len(cases), chosen)
+
+        return finish
+
+    def _cases(self, rows: Batch) -> list[JudgedResponse]:
+        samples = read_samples(rows, self._policy)
+        prompts = rows.objects("raw_prompt")
+        return [
+            JudgedResponse(
+                question_text(prompt), sample.solution, str(sample.ground_truth), sample.extra_info or {}, group
+            )
+            for prompt, sample, group in zip(prompts, samples, rows["uid"].tolist(), strict=True)
+        ]
+
+    def _replies(
+        self, first: Mapping[tuple[int, ...], Written], sizes: Mapping[tuple[int, ...], int]
+    ) -> dict[tuple[int, ...], Opinion]:
+        """Read the verdicts of the first attempt, and ask again for missing ones. sizes: responses that a verdict
+        is on, of each question.
+        """
+        replies = {question: Opinion() for question in first}
+        written, attempt = first, 0
+        while True:
+            for question, reply in written.items():
+                text = self._own.decode(list(reply.token_ids), skip_special_tokens=True)
+                replies[question] = Opinion(text, self._read(text, sizes[question]), attempt)
+            open_ = [question for question, reply in replies.items() if reply.verdict is None]
+            if not open_ or attempt == self._keys.retries:
+                return replies
+            attempt += 1
+            written = self._attempt(open_, attempt)()
+
+    def _attempt(
+        self, questions: Sequence[tuple[int, ...]], attempt: int
+    ) -> Callable[[], dict[tuple[int, ...], Written]]:
+        """Ask questions, or take their replies from the record that is repeated."""
+        keys, judge = self._keys, self.name
+        warm = WARMTH if attempt and not keys.temperature else keys.temperature
+        sampling = Sampling(warm, keys.top_p, keys.top_k, keys.max_response_length, salt=0)
+        starts = [
+            Start(number, ids, self._seed_of(ids, attempt), keys.max_response_length, sampling)
+            for number, ids in enumerate(questions)
+        ]
+        names = [key_of(judge, start.token_ids, sampling, start.seed) for start in starts]
+        known = [self._record.take(judge, name) for name in names] if self._record.is_repeated else None
+        assert known is not None or self.asker is not None  # the run has given one
+        asked = None if known is not None or self.asker is None else self.asker.start(starts)
+
+        def wait() -> dict[tuple[int, ...], Written]:
+            written = known or []
+            if asked is not None:
+                drawn = asked()
+                written = [Written(drawn[place].token_ids, drawn[place].log_probs) for place in range(len(starts))]
+            for name, reply in zip(names, written, strict=True):
+                text = self._own.decode(list(reply.token_ids), skip_special_tokens=True)
+                self._record.add(judge, name, reply, text)
+            return dict(zip(questions, written, strict=True))
+
+        return wait
+
+    def _seed_of(self, ids: tuple[int, ...], attempt: int) -> int:
+        """Seed of a question, which depends on its tokens and not on when it is asked."""
+        digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()
+        return self._seed_of_digest(int.from_bytes(digest, "big"), attempt)
+
+    def _scores(
+        self,
+        asks: Sequence[Ask],
+        questions: Sequence[Question],
+        replies: Mapping[tuple[int, ...], Opinion],
+        num_rows: int,
+        chosen: torch.Tensor | None,
+    ) -> ModelScores:
+        notes: list[list[str]] = [[] for _ in range(num_rows)]
+        counts = torch.zeros(
+            3, num_rows
+        )  # each response's further attempts, questions without a verdict, cut questions
+        failed = 0.5 if self._keys.form == PAIRWISE else self._keys.failed_score
+        verdicts = []
+        for ask, question in zip(asks, questions, strict=True):
+            reply = replies[question.token_ids]
+            verdicts.append([failed] * len(ask.rows) if reply.verdict is None else reply.verdict)
+            for row in ask.rows:
+                notes[row].append(f"{ask.label}: {reply.text}" if ask.label else reply.text)
+                counts[:, row] += torch.tensor([reply.attempts, reply.verdict is None, question.is_cut])
+        scores = scores_of(self._keys.form, asks, verdicts, num_rows)
+        texts = ["\n".join(note)[:LONGEST_NOTE] for note in notes]
+        further = {"retries": counts[0].tolist(), "unparsed": counts[1].tolist(), "cut": counts[2].tolist()}
+        return ModelScores(
+            self.name, scores, self.settings.weight, rows=chosen, texts={"verdict": texts}, counts=further
+        )
+
+
+def judge_key(name: str) -> str:
+    """The group of keys of a reward model."""
+    return name if name == "reward_model" else f"reward_models.{name}"
