@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.cluster.routing import chunk_sizes
+from megatron_rl.images import Pieces
 from megatron_rl.rollout.slices import Drawn, SliceReport, Start
 
 
@@ -14,6 +15,11 @@ class PolicyQuestions:
     def __init__(self, starts: Sequence[Start]) -> None:
         self._starts = {start.request: start for start in starts}
         self.replies: dict[int, Drawn] = {}
+
+    @property
+    def unread(self) -> list[Pieces]:
+        """Images without features: a question to a judge has none."""
+        return []
 
     @property
     def is_answered(self) -> bool:

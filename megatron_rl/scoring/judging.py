@@ -162,9 +162,7 @@ class Judging:
         chosen: torch.Tensor | None,
     ) -> ModelScores:
         notes: list[list[str]] = [[] for _ in range(num_rows)]
-        counts = torch.zeros(
-            3, num_rows
-        )  # each response's further attempts, questions without a verdict, cut questions
+        counts = torch.zeros(3, num_rows)  # by response: further attempts, questions without a verdict, cut ones
         failed = 0.5 if self._keys.form == PAIRWISE else self._keys.failed_score
         verdicts = []
         for ask, question in zip(asks, questions, strict=True):
