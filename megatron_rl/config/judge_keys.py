@@ -58,6 +58,9 @@ class JudgeConfig:
     temperature=0."""
     failed_score: float = 0.0
     """Score of a response whose judge has given no verdict in any attempt; it is that of such a criterion, too."""
+    recorded: bool = False
+    """Take the verdicts from the record of the run that trainer.rollouts_from or --replay names; the judge is not
+    started. False: a replay takes them from there, and other runs ask."""
     temperature: NotNegative = 0.0
     """Sampling temperature of the judge; 0: the likeliest tokens."""
     top_p: Annotated[float, Ge(0), Le(1)] = 1.0

@@ -338,7 +338,7 @@ def _reward_models(config: RunConfig) -> Iterator[RoleSpec]:
     for name, key, settings, pool, phase in models:
         if not settings.is_judge:
             yield _reward_model(name, key, settings, pool, phase, longest)
-        elif not settings.asks_policy:
+        elif not (settings.asks_policy or settings.judge.recorded):
             path = (settings.model.path, f"{key}.model.path", settings.megatron, settings)
             yield RoleSpec(name, KINDS[JUDGE], key, pool, *path)  # type: ignore[arg-type]
 

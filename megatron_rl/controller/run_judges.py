@@ -14,6 +14,7 @@ from megatron_rl.config.judge_engine import judge_tp_size
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Future
+from megatron_rl.errors import ConfigError
 from megatron_rl.roles.judge import Judge
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport, Start
@@ -77,7 +78,12 @@ class RunJudges:
         as `Judging` and `JudgeRecord`.
         """
         repeats, seed = replay if config.judges else None, config.trainer.seed
-        record = JudgeRecord(Path(config.trainer.default_local_dir), repeats)
+        if repeats is None and any(settings.judge.recorded for settings in config.judges.values()):
+            if config.trainer.rollouts_from is None:
+                reason = "judge.recorded=true takes the verdicts of another run, and there is none"
+                raise ConfigError(f"{reason}; try: trainer.rollouts_from=FOLDER, --replay FOLDER, or false")
+            repeats = Path(config.trainer.rollouts_from)
+        record = JudgeRecord(Path(config.trainer.default_local_dir), repeats, replay is not None)
 
         def seed_of(digest: int, attempt: int) -> int:
             return request_seed(seed, digest, 0, 0, attempt)
@@ -85,13 +91,17 @@ class RunJudges:
         judges = []
         for name, settings in config.judges.items():
             path = settings.model.path
-            own = policy if settings.asks_policy or path is None else folders[path]
+            own = policy
+            if path is not None and not settings.asks_policy:  # a judge that is not started is no role of the run
+                own = folders.get(path) or ModelFolder(path, f"{name}.model.path")
             judges.append(Judging(name, settings, policy.tokenizer, own.tokenizer, record, seed_of))
         return cls(config, judges, record)
 
     def connect(self, placement: Placement, roles: Mapping[str, Judge], sampler: PoolSampler | ReplicaSampler) -> None:
         """Connect each judge with the ranks that generate for it."""
         for judge in self.judges:
+            if judge.settings.judge.recorded:
+                continue
             if judge.settings.asks_policy:
                 judge.asker = PolicyAsJudge(sampler)
                 continue

@@ -36,21 +36,16 @@ class JudgeRecord:
     change its mind.
     """
 
-    def __init__(self, folder: Path, repeats: Path | None) -> None:
-        """repeats: the folder of the run whose record is repeated; None: judges are asked. Raises ConfigError where it
-        has no record.
+    def __init__(self, folder: Path, repeats: Path | None, is_replay: bool = True) -> None:
+        """repeats: the folder of the run whose record is repeated; None: judges are asked. is_replay: all judges are
+        repeated. Raises ConfigError where the folder has no record.
         """
         self._path, self._num_lines = folder / FILE, 0
         self._file: AppendedFile | None = None
-        self._repeats = repeats
+        self._repeats, self.is_replay = repeats, repeats is not None and is_replay
         self._known: dict[str, deque[Written]] = defaultdict(deque)
         if repeats is not None:
             self._read(repeats / FILE)
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether no judge is to be asked."""
-        return self._repeats is not None
 
     def add(self, judge: str, key: str, written: Written, text: str) -> None:
         """Append a reply. Raises OSError."""

@@ -74,6 +74,11 @@ class Judging:
         self._read = VerdictReader(self._keys)
         self._seed_of_digest = seed_of
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its verdicts are repeated, and it is not asked."""
+        return self._record.is_replay or self._keys.recorded
+
     def start(self, rows: Batch, chosen: torch.Tensor | None) -> Callable[[], ModelScores]:
         """Ask about responses; the result waits for the judge. chosen: see `ModelScores.rows`.
 
@@ -132,7 +137,7 @@ class Judging:
             for number, ids in enumerate(questions)
         ]
         names = [key_of(judge, start.token_ids, sampling, start.seed) for start in starts]
-        known = [self._record.take(judge, name) for name in names] if self._record.is_repeated else None
+        known = [self._record.take(judge, name) for name in names] if self.is_recorded else None
         assert known is not None or self.asker is not None  # the run has given one
         asked = None if known is not None or self.asker is None else self.asker.start(starts)
 
