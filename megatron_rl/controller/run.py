@@ -170,12 +170,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         roles = Roles.of(pools, logger)
         changed = (readers, shaping, judges.judges)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, *changed)
-        rewarding = RewardScorer(rewards)
-        scorers = [
-            *prompt_feedback(data.cursor),
-            *scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers),
-            rewarding,
-        ]
+        rewarding, made = RewardScorer(rewards), scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers)
+        scorers = [*prompt_feedback(data.cursor), *made, rewarding]
         rest = (episodes, verdicts, image_features(placement, data.train.images, roles.actor))
         sources = Sources(config, data.train, data.cursor, rewarding, logger, *rest)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))

@@ -80,7 +80,7 @@ class RunJudges:
         repeats, seed = replay if config.judges else None, config.trainer.seed
         if repeats is None and any(settings.judge.recorded for settings in config.judges.values()):
             if config.trainer.rollouts_from is None:
-                reason = "judge.recorded=true takes the verdicts of another run, and there is none"
+                reason = "judge.recorded=true takes the verdicts of another run, and none is named"
                 raise ConfigError(f"{reason}; try: trainer.rollouts_from=FOLDER, --replay FOLDER, or false")
             repeats = Path(config.trainer.rollouts_from)
         record = JudgeRecord(Path(config.trainer.default_local_dir), repeats, replay is not None)

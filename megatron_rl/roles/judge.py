@@ -114,7 +114,7 @@ class Judge(Role):
         }
 
     def offloadable(self) -> list[Offloadable]:
-        """Its weights, if the offload key says so."""
+        """Its weights, with `megatron.param_offload`."""
         return [self._own] if self.spec.megatron.param_offload else []
 
     @remote_method(Dispatch.REPLICAS, phase="judge", stop=Stop.BEFORE)

@@ -21,6 +21,7 @@ TERMS = {
     "train/distillation.md": ("on-policy distillation", "teacher"),
     "train/evaluation.md": ("pass@k", "evaluat"),
     "train/images.md": ("vision-language", "VLM", "image"),
+    "train/judges.md": ("judge", "generative reward model", "rubric"),
     "train/lora.md": ("LoRA", "PEFT"),
     "train/own_loop.md": ("training loop",),
     "train/sft_reward_dpo.md": ("supervised fine-tuning", "reward model", "DPO"),
