@@ -19,6 +19,8 @@ them. image, image token, patch: ragged, every image of a row, every placeholder
 SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE = "scoring", "actor.log_probs", "actor.update", "critic.update"
 IMAGE_FEATURES = "actor.image_features"
 """The pass over images, before all others: rows without tokens."""
+POLICY_FEATURES = "actor.policy_features"
+"""The same by a tower that is trained."""
 """Passes of model roles. SCORING: every pass without gradients but the actor's own, which may replay experts."""
 PASSES = (SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE)
 LOG_PROBS_AT = "teacher.log_probs_at"
@@ -96,6 +98,7 @@ OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with
 EXPERTS = "[B, (T), layers, K]: experts of the T <= L tokens that were read, in every layer that has experts"
 NOT_READ_BEFORE = "what comes before it in its row is not read from here on; absent: a row is one conversation"
 TOWER_ROWS = "[B, (placeholders), H * (1 + D)]: the tower's row for each, with its D rows for later layers"
+TRAINED_ROWS = "the same rows by the actor's trained tower as it is in this step; absent: its tower is frozen"
 MASKS = "rollout correction; mask of truncated responses"
 TASKS = "records of reward and dpo"
 TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, LOG_PROBS_AT)
@@ -135,7 +138,8 @@ COLUMNS = ColumnTable(
     Column("image_pieces", IMAGE, I64, DATA, PASSES, "[B, (images), 4]: images.ImagePiece.numbers of each image"),
     Column("image_grids", IMAGE, I64, DATA, (*PASSES, IMAGE_FEATURES), "[B, (images), 3]: images.Grid of each image"),
     Column("image_features", IMAGE_TOKEN, "the model's", IMAGE_FEATURES, PASSES, TOWER_ROWS),
-    Column("image_patches", PATCH, F32, DATA, (IMAGE_FEATURES,), "[B, (patches), values]: one image in each row"),
+    Column("policy_features", IMAGE_TOKEN, "the model's", POLICY_FEATURES, (ACTOR_SCORES,), TRAINED_ROWS),
+    Column("image_patches", PATCH, F32, DATA, (IMAGE_FEATURES, ACTOR_UPDATE), "[B, (patches), values]: the images'"),
     Column("groups", ROW, I64, "prompts", (), "equal for the responses to one prompt"),
     Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the response was cut off before its end"),
     Column("environment_rewards", ROW, F32, "rollout", ("rewards",), "the sum of the rewards of an episode's turns"),

@@ -236,6 +236,9 @@ class MegatronConfig(LayoutConfig):
     """Kernels of attention with sinks or soft caps and of the gated delta rule; no effect on other attention. plain:
     matrix products in float32, on any device | fused: torch's FlexAttention, and flash-linear-attention's gated delta
     rule, which must be installed (pip install flash-linear-attention). fused needs trainer.device=cuda."""
+    freeze_vision_model: bool = True
+    """Keep the vision tower of a model that reads images as it is. false: train it with the language model; the actor
+    only."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
     override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
 

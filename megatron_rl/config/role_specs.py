@@ -117,6 +117,11 @@ class RoleSpec:
         return self.update is not None
 
     @property
+    def trains_tower(self) -> bool:
+        """Whether the vision tower next to its language model is trained, too."""
+        return self.is_trained and self.kind.is_sampled and not self.megatron.freeze_vision_model
+
+    @property
     def is_actor(self) -> bool:
         """Whether this is a teacher that is the actor in every step."""
         return self.kind.teaches and (self.model_of is not None or self.follows is not None)

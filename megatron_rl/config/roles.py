@@ -138,6 +138,11 @@ class Placement:
         return [role for role in self.roles.values() if role.is_trained]
 
     @property
+    def scores_beside_policy(self) -> bool:
+        """Whether further roles read the batches of the policy."""
+        return any(role.passes and not role.kind.is_sampled for role in self.roles.values())
+
+    @property
     def reward_models(self) -> list[RoleSpec]:
         """Every classifier that gives a reward, `reward_model` first."""
         return [role for role in self.roles.values() if role.kind.gives_reward and not role.kind.judges]

@@ -16,7 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.images import Grid, digest_of_numbers
 from megatron_rl.parallel.rank_grid import train_grid
 from megatron_rl.records import Batch, row_lengths
-from megatron_rl.sampling.image_features import ImageFeatures, ImageRole, PatchesOf
+from megatron_rl.sampling.image_features import ImageFeatures, ImageRole, PatchesOf, TowerUse
 
 
 def prompt_images(config: RunConfig, policy: ModelFolder) -> PromptImages | None:
@@ -48,7 +48,8 @@ def image_features(placement: Placement, images: PromptImages | None, role: Imag
         return None
     leader = placement.leader
     num_readers = train_grid(placement.pool_of(leader.name).world_size, leader.megatron).dp_size
-    return ImageFeatures(images.patches, role, num_readers)
+    use = TowerUse(not leader.trains_tower or placement.scores_beside_policy, leader.trains_tower)
+    return ImageFeatures(images.patches, role, num_readers, use=use)
 
 
 def _check_sizes(policy: ModelFolder, forms: ImageForms) -> None:

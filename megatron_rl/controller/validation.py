@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.cluster.signals import StopRequest
-from megatron_rl.columns import SCORING
+from megatron_rl.columns import COLUMNS, SCORING
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import is_validation_step, validates
 from megatron_rl.controller.run_logger import RunLogger
@@ -98,8 +98,8 @@ class PromptValidation(Validation):
             self.take_parity_rows(self.answered(few, step).rows)
 
     def take_parity_rows(self, rows: Batch) -> None:
-        """Keep a few rows, to compare the exported model on."""
-        self.parity_rows = rows[:NUM_PARITY_ROWS].read_by(SCORING)
+        """Keep a few rows, to compare the exported model on; a trained tower reads their patches as it is then."""
+        self.parity_rows = rows[:NUM_PARITY_ROWS].select(*COLUMNS.read_by(SCORING), "image_patches")
 
     def answered(self, prompts: Sequence[int], step: int) -> SampledBatch:
         """Responses, with their scores, to the held-out prompts with these numbers, each `val_kwargs.n` times."""

@@ -10,6 +10,7 @@ Legend: T tokens of rows end to end, in C conversations; I images, of which n to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,22 +55,63 @@ def image_positions(tokens: Tensor, conversations: Tensor, grids: Tensor, marks:
     return positions
 
 
+class BlockPatches(NamedTuple):
+    """The images of a block for a tower that is trained. grids: int64 [I, 3]. digests: int64 [I, 2], halves of each.
+    patches: a column [rows of the block, (patches), values].
+    """
+
+    grids: Tensor
+    digests: Tensor
+    patches: Stored
+
+    def features(self, numbers: Tensor, merge: int, read: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+        """Return the features of these image tokens, of which every distinct image is read once; None: of no token.
+
+        numbers: int64 [n], of image tokens of the block, from 0 on. read: patches and grid of an image -> its tokens'.
+        """
+        num_patches = self.grids.prod(1)
+        sizes = num_patches // merge**2
+        ends, values = sizes.cumsum(0), self.patches.values()
+        image = torch.searchsorted(ends, numbers, right=True)
+        shown = image.unique().tolist()
+        first, made, num_made = torch.zeros_like(ends), list[Tensor](), 0
+        places = dict[tuple[int, ...], int]()
+        starts = (num_patches.cumsum(0) - num_patches).tolist()
+        for number in shown:
+            digest = tuple(self.digests[number].tolist())
+            if digest not in places:
+                places[digest] = num_made
+                num_made += int(sizes[number])
+                patches = values[starts[number] : starts[number] + int(num_patches[number])]
+                made.append(read(patches, self.grids[number]))
+            first[number] = places[digest]
+        if not made:
+            return None
+        rows = first[image] + numbers - (ends - sizes)[image]
+        return torch.cat(made)[rows.to(made[0].device)]
+
+
 @dataclass(frozen=True)
 class BlockImages:
     """The images of a block, on the CPU; b x S: the positions of its layout.
 
     positions: int64 [3, b, S], of all tokens; 0 for filler. numbers: int64 [b, S], of an image token the number of its
-    row in `features`, from 1 on; 0 elsewhere. features: a column [rows of the block, (image tokens), ...]; None where
-    no layer of this rank reads them.
+    row in `features`, from 1 on; 0 elsewhere. features: a column [rows of the block, (image tokens), ...], or patches
+    for a trained tower; None where no layer of this rank reads them.
     """
 
     positions: Tensor
     numbers: Tensor
-    features: Stored | None
+    features: Stored | BlockPatches | None
 
     @classmethod
     def laid(
-        cls, tokens: Tensor, grids: Tensor, features: Stored | None, marks: ImageMarks, layout: BlockLayout
+        cls,
+        tokens: Tensor,
+        grids: Tensor,
+        features: Stored | BlockPatches | None,
+        marks: ImageMarks,
+        layout: BlockLayout,
     ) -> BlockImages | None:
         """Return those of sequences with this layout; None: there is no image. Raises as `image_positions`."""
         if not len(grids):

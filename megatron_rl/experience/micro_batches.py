@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.experience.block_layout import BlockLayout, shared_prefixes
-from megatron_rl.experience.image_positions import BlockImages, ImageMarks
+from megatron_rl.experience.image_positions import BlockImages, BlockPatches, ImageMarks
 from megatron_rl.experience.prefix_tree import PrefixTree, other_bytes, prefix_tree
 from megatron_rl.experience.recorded_experts import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack, together
 from megatron_rl.parallel.zigzag import ContextShare
-from megatron_rl.records import Batch, conversations, elements_of, first_true, row_lengths, rows_of
+from megatron_rl.records import Batch, Stored, conversations, elements_of, first_true, row_lengths, rows_of
 
-IMAGES = ("image_pieces", "image_grids", "image_features")
+IMAGES = ("image_pieces", "image_grids", "image_features", "policy_features", "image_patches")
 NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts", *IMAGES)
 """Columns that do not have a value for each sampled token."""
 
@@ -330,8 +330,7 @@ def micro_batches(
         images = None
         if marks is not None and "image_grids" in batch:
             grids = rows_of(batch["image_grids"], torch.tensor(rows)).values()
-            held = batch.select("image_features")[torch.tensor(rows)] if with_features else None
-            features = None if held is None else held.stored("image_features")
+            features = features_of_rows(batch, torch.tensor(rows), grids) if with_features else None
             images = BlockImages.laid(flat.tokens, grids, features, marks, layout)
         content = (flat.num_sampled, torch.tensor(rows), flat.fields)
         blocks.append(MicroBatch(input_ids, predicts, *content, segments, prefixes or (), tree=tree, images=images))
@@ -339,6 +338,18 @@ def micro_batches(
         known = routed_tokens(batch, plan, [flat.conversations for flat in parts])
         blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
+
+
+def features_of_rows(batch: Batch, rows: Tensor, grids: Tensor) -> Stored | BlockPatches:
+    """Return the features of the images of these rows, or their patches where a tower is trained on them.
+
+    grids: int64 [I, 3], of the images.
+    """
+    if "image_patches" in batch:
+        digests = rows_of(batch["image_pieces"], rows).values()[:, 2:]
+        return BlockPatches(grids, digests, batch.select("image_patches")[rows].stored("image_patches"))
+    name = "policy_features" if "policy_features" in batch else "image_features"
+    return batch.select(name)[rows].stored(name)
 
 
 def lengths_in_blocks(batch: Batch, segment_multiple: int) -> list[int]:

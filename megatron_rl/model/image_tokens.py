@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_rl.model.decoder import Chunk, embedding_of, layers_of
@@ -17,26 +18,58 @@ from megatron_rl.model.families import ImageForm
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """The image tokens of a pass. places: int64 [n], of S x b positions, line after line of S. features: [n,
-    H * (1 + D)]: in place of the embedding, then for each level."""
+    """The image tokens of a pass. places: int64 [n], of S x b positions, line after line of S. embeddings: [n, H], in
+    place of those of the tokens. levels: [n, H * D], for the layers."""
 
     places: Tensor
-    features: Tensor
+    embeddings: Tensor
+    levels: Tensor
+
+    @classmethod
+    def of(cls, places: Tensor, features: Tensor, num_levels: int) -> ImageTokens:
+        """Take the features [n, H * (1 + D)] of tokens, which may have gradients."""
+        size = features.shape[1] // (1 + num_levels)
+        if not (features.requires_grad and num_levels):
+            return cls(places, features[:, :size], features[:, size:])
+        levels = features[:, size:].detach().requires_grad_()
+        embeddings: Tensor = JoinedGradients.apply(features, [levels], size)
+        return cls(places, embeddings, levels)
 
     def replaced(self, embeddings: Tensor) -> Tensor:
-        """Return embeddings [S, b, H] with features at the image tokens, which pass no gradient on."""
-        return embeddings.index_put(self._where(embeddings), self._level(0, embeddings))
+        """Return embeddings [S, b, H] with features at the image tokens, whose own embeddings get no gradient."""
+        return embeddings.index_put(self._where(embeddings), self.embeddings.to(embeddings.dtype))
 
     def added(self, hidden: Tensor, level: int) -> Tensor:
         """Return hidden states [S, b, H] behind layer `level` with the features for them."""
-        return hidden.index_put(self._where(hidden), self._level(1 + level, hidden), accumulate=True)
+        size = hidden.shape[2]
+        features = self.levels[:, level * size : (level + 1) * size].to(hidden.dtype)
+        return hidden.index_put(self._where(hidden), features, accumulate=True)
 
     def _where(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.places // hidden.shape[1], self.places % hidden.shape[1]
 
-    def _level(self, number: int, hidden: Tensor) -> Tensor:
-        size = hidden.shape[2]
-        return self.features[:, number * size : (number + 1) * size].to(hidden.dtype)
+
+class JoinedGradients(torch.autograd.Function):
+    """The part of features that is embedded, whose backward pass goes through the tower with the gradients of all.
+
+    Levels are read by layers, which a backward pass may recompute by a backward pass of their own, and that must not go
+    through the tower. All layers have ended their backward passes when the embedding's begins.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, levels: list[Tensor], size: int) -> Tensor:
+        """Return the first `size` columns. levels: the others, one leaf that collects their gradients; in a list, as
+        autograd would wait with these for an argument's."""
+        (ctx.levels,) = levels
+        return features[:, :size].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Join both gradients."""
+        levels = ctx.levels
+        of_levels = torch.zeros_like(levels) if levels.grad is None else levels.grad
+        levels.grad = None
+        return torch.cat([gradients[0], of_levels], dim=1), None, None
 
 
 def read_images(chunks: list[Chunk], form: ImageForm) -> None:

@@ -84,7 +84,9 @@ def _unread(config: RunConfig, model: ModelSizes) -> str | None:
         return model.unread
     read = ["; speculative decoding reads those of the layer"] if shared.mtp_use != MTPUse.NONE else []
     if config.data.image_key is not None:
-        read.append("; the pass over images reads those of the tower, and no update changes them")
+        trains_tower = not shared.actor.megatron.freeze_vision_model
+        change = "updates change them" if trains_tower else "no update changes them"
+        read.append(f"; the pass over images reads those of the tower, and {change}")
     return model.unread + "".join(read)
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_rl.config.megatron import FP8_RECIPES, MUON
-from megatron_rl.config.roles import PassSpec, RoleSpec, followed_policies
+from megatron_rl.config.roles import PassSpec, Placement, RoleSpec, followed_policies
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import REWARD
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.families import HEAD, Model, is_emulated, is_in_eight_bits, mtp_specs
-from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
+from megatron_rl.model.families import Model, is_emulated, is_in_eight_bits
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
 from megatron_rl.parallel.muon_runs import is_muon_matrix
 from megatron_rl.parallel.rank_grid import train_grid
@@ -26,8 +25,9 @@ from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.planning.adapter_costs import AdapterCosts
+from megatron_rl.planning.role_params import RoleParams
 from megatron_rl.planning.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
-from megatron_rl.planning.weights import ELEMENT_BYTES, FlatBuffer, ModelParams, TrainedWeights, bucket_numel
+from megatron_rl.planning.weights import ELEMENT_BYTES, FlatBuffer, TrainedWeights, bucket_numel
 
 SCORE, UPDATE = "score", "update"
 """Kinds of passes, as `RoleSpec` names them."""
@@ -42,36 +42,6 @@ class Passes:
 
     block: LayerBlock
     num_blocks: int
-
-
-@dataclass(frozen=True)
-class RoleParams:
-    """The parameters of a role's model, and those that it trains, if it does.
-
-    base: of the model, without what is trained next to adapters. trained: adapters, and a value head; None: the base.
-    still: parameters of the base that are frozen where the others are trained.
-    """
-
-    base: ModelParams
-    trained: ModelParams | None = None
-    still: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, role: RoleSpec, model: Model) -> RoleParams:
-        """Read a role's. Raises ConfigError for adapters of linears that the model does not have."""
-        specs = model.value_specs if role.has_value_head else model.specs
-        adapters = adapter_specs(model.specs, role.lora)
-        if not adapters:
-            still = mtp_specs(model) if role.mtp == MTPUse.FROZEN and role.is_trained else ()
-            return cls(ModelParams(specs), still=frozenset(still))
-        heads = {HEAD} if role.has_value_head else set()
-        base = {name: spec for name, spec in specs.items() if name not in heads}
-        return cls(ModelParams(base), ModelParams(adapters | {name: specs[name] for name in heads}))
-
-    @cached_property
-    def adapted(self) -> frozenset[str]:
-        """Parameters of the base into which adapters can be merged."""
-        return frozenset(merged_rows(self.base.specs, self.trained.specs) if self.trained is not None else ())
 
 
 @dataclass(frozen=True)
@@ -135,6 +105,8 @@ class RoleLedger:
         bucketed = None if self.adapters else buckets
         self.base = TrainedWeights(params.base, *cut, bucketed, self.adapters is not None, params.still)
         self.weights = self.base if params.trained is None else TrainedWeights(params.trained, *cut, buckets)
+        if params.with_tower is not None:
+            self.weights = TrainedWeights(params.with_tower, *cut, buckets, still=params.still)
 
     @cached_property
     def layer(self) -> MeanLayer:
@@ -178,10 +150,13 @@ class RoleLedger:
 
     @cached_property
     def _tower_params(self) -> int:
-        """Parameters of the vision tower that the leader has next to its model; 0 where the run reads no images."""
+        """Parameters of the frozen vision tower that the leader has next to its model; 0 where the run reads no images,
+        and where all that read them read those of a trained one.
+        """
         form = self.model.images
         is_leader = self.role.kind.is_sampled or self.config.trainer.stage == REWARD
         is_read = is_leader and self.config.data.image_key is not None
+        is_read = is_read and (not self.role.trains_tower or Placement.of(self.config).scores_beside_policy)
         return form.num_params if form is not None and is_read else 0
 
     def spared(self, pp_rank: int) -> int:

@@ -21,7 +21,8 @@ from megatron_rl.parallel.sharding import LogicalTensor, shard_of
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.exchange_counts import ExchangeCounts, packed_bytes
 from megatron_rl.planning.image_costs import ImageCosts
-from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
+from megatron_rl.planning.role_ledger import RoleLedger
+from megatron_rl.planning.role_params import RoleParams
 from megatron_rl.planning.teaching_costs import TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, TrainedWeights
 
@@ -77,7 +78,7 @@ class PoolModels:
         """Return the parameters of a role's model, read once for all roles and variants that share them."""
         still = role.mtp == MTPUse.FROZEN and role.is_trained
         lora = (role.lora.rank, *role.lora.target_modules, None, *role.lora.exclude_modules) if role.lora.rank else ()
-        key = (role.model_path, role.has_value_head, role.mtp, still, lora)
+        key = (role.model_path, role.has_value_head, role.mtp, still, lora, role.trains_tower)
         if key not in self._params:
             self._params[key] = RoleParams.of(role, self.model(role))
         return self._params[key]

@@ -18,6 +18,7 @@ from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.plan import aligned as aligned  # for mapping, too
 from megatron_rl.model.families import HEAD, ParamSpec
+from megatron_rl.model.families.vision import TOWER
 from megatron_rl.parallel.muon_runs import is_muon_matrix, runs_in_bucket
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import Interval, Place, length, shard_of
@@ -71,10 +72,13 @@ class ModelParams:
         self.is_tied = is_tied(specs)
         self.before: list[str] = []
         self.after: list[str] = []
+        self.tower: list[str] = []  # of the first chunk, behind all others
         layers: dict[int, list[str]] = {}
         for name in specs:
             if match := LAYER.match(name):
                 layers.setdefault(int(match[1]), []).append(name)
+            elif name.startswith(TOWER):
+                self.tower.append(name)
             else:
                 (self.before if name.startswith("embedding") else self.after).append(name)
         self._layers = {layer: self._parted(names) for layer, names in layers.items()}
@@ -285,8 +289,9 @@ class TrainedWeights:
                 blocks = [block for block in found if block is not None]
                 after = [name for name in self._after if name not in self.still] if is_end else []
                 before = self.params.before if pp_rank == number == 0 else []
-                ends = [self._alone(reversed(names), place, is_expert=is_expert) for names in (after, before)]
-                blocks = [*ends[0], *blocks, *ends[1]]
+                tower = self.params.tower if pp_rank == number == 0 else []
+                ends = [self._alone(reversed(names), place, is_expert=is_expert) for names in (tower, after, before)]
+                blocks = [*ends[0], *ends[1], *blocks, *ends[2]]
                 if blocks:
                     yield BufferRuns(number, is_expert, tuple(blocks))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_rl.model.tower import VisionTower
     from megatron_rl.roles.model_source import ModelSource
     from megatron_rl.roles.rank import Rank
+    from megatron_rl.roles.training import TrainableModel
 
 
 class RoleWithTower(Role):
@@ -26,10 +27,12 @@ class RoleWithTower(Role):
 
     tower: VisionTower | None = None
     tower_stays = False
+    trainable: TrainableModel
 
     def take_tower(self, rank: Rank, source: ModelSource) -> None:
         """Read the tower if this is the role whose tower reads the run's images."""
-        if rank.reads_images and rank.groups.is_dp_collector and self.spec.name == rank.placement.leader.name:
+        reads_frozen = rank.reads_images and (not source.trains_tower or rank.placement.scores_beside_policy)
+        if reads_frozen and rank.groups.is_dp_collector and self.spec.name == rank.placement.leader.name:
             self.tower = source.vision_tower()
             self.tower_stays = rank.config.has_turns
 
@@ -53,10 +56,22 @@ class RoleWithTower(Role):
         """`image_features` of the images in `image_grids` and `image_patches`, one in each row; None on ranks whose
         result does not count.
 
-        The tower is frozen, so the features of an image stay the same for the whole run.
+        This tower is that of the folder, so the features of an image stay the same for the whole run.
         """
         if self.tower is None:
             return None
         images = zip(batch["image_patches"].unbind(), batch["image_grids"].unbind(), strict=True)
         rows = [self.tower.features(patches, grid[0]).cpu() for patches, grid in images]
         return Batch(image_features=ragged_from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])))
+
+    @remote_method(Dispatch.DP, phase="images")
+    def policy_features(self, batch: Batch, *, with_patches: bool = False) -> Batch | None:
+        """`policy_features` of the images in `image_grids` and `image_patches`, one in each row, by the tower that is
+        trained, as it is now; None on ranks whose result does not count. All ranks must call.
+
+        with_patches: return `image_patches`, too, so that they stay with the ranks.
+        """
+        from megatron_rl.roles.tower_pass import trained_tower_pass
+
+        self.trainable.sync.finish()
+        return trained_tower_pass(self.trainable.pipeline, batch, with_patches=with_patches)

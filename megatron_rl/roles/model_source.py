@@ -44,7 +44,7 @@ from megatron_rl.model.image_tokens import read_images
 from megatron_rl.model.layer_specs import rotary_frequencies
 from megatron_rl.model.mtp import add_mtp_layer
 from megatron_rl.model.te_layers import our_name, refuse_unusable
-from megatron_rl.model.tower import VisionTower, build_tower
+from megatron_rl.model.tower import VisionTower, add_tower, build_tower
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, is_first_copy, vocab_multiple
 
@@ -64,14 +64,14 @@ class UnloadedModel:
     """Parameters that were initialised at random and are in no folder."""
     trained: Mapping[str, ParamSpec] = field(default_factory=dict)
     """Global name -> spec of what is trained where that is not all weights: adapters, and a value head, in place of
-    them, or all but a frozen multi-token prediction layer; {}: the weights."""
+    them, or all but a frozen multi-token prediction layer, or a vision tower, too; {}: the weights."""
 
     def load(self) -> None:
         """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
         named, given = named_parameters(self.chunks), self.drawn | self.source.adapter_specs.keys()
         parameters = {name: p for name, p in named.items() if name not in given}
         folder = HFFolder(self.source.path)
-        load_hf_weights(parameters, self.specs, folder, self.source.place)
+        load_hf_weights(parameters, {**self.specs, **self.trained}, folder, self.source.place)
         model = self.source.model
         load_constants(named_buffers(self.chunks), model.constants | mtp_constants_of(model), folder)
         if self.source.adapter_specs and self.source.lora.adapter_path is not None:
@@ -95,6 +95,8 @@ class ModelSource:
     """Seed of adapters whose values no folder gives."""
     mtp: MTPUse = MTPUse.NONE
     """What becomes of the multi-token prediction layer."""
+    trains_tower: bool = False
+    """Whether the first stage has the vision tower, which is trained."""
 
     @property
     def path(self) -> Path:
@@ -115,6 +117,12 @@ class ModelSource:
     def adapter_specs(self) -> dict[str, ParamSpec]:
         """Global name -> spec of the adapters; {} without. Raises ConfigError as `adapter_specs` of the families."""
         return adapter_specs(self.model.specs, self.lora)
+
+    @cached_property
+    def tower_specs(self) -> dict[str, ParamSpec]:
+        """Global name -> spec of the vision tower; {} where none is trained."""
+        form = image_form(self.folder.settings) if self.trains_tower else None
+        return {} if form is None else form.tower_specs
 
     @property
     def frequencies(self) -> torch.Tensor:
@@ -141,13 +149,18 @@ class ModelSource:
         return VisionTower(module, form)
 
     def language_model(self, bitwise: bool = False) -> UnloadedModel:
-        """This rank's stage of the language model; bitwise: with the arithmetic of `model.bitwise`."""
+        """This rank's stage of the language model, of a trained tower, too; bitwise: with the arithmetic of
+        `model.bitwise`.
+        """
         chunks = build_language_model(self.hf_config, self._config(), self.groups, self.vocab_multiple)
         if bitwise:
             for chunk in chunks:
                 make_bitwise(chunk, self.groups.tp_group)
         if self.model.has_mtp and self.groups.is_last_stage:
             add_mtp_layer(chunks, self.model, self.hf_config)
+        if self.trains_tower and self.groups.is_first_stage:
+            dtype, split = getattr(torch, self.megatron.dtype), self.megatron.sequence_parallel
+            add_tower(chunks[0], self.folder.hf_config, dtype, self.device.torch_device, is_split=split)
         return self._unloaded(chunks, self.model.specs)
 
     def value_model(self, head_seed: int) -> UnloadedModel:
@@ -173,7 +186,8 @@ class ModelSource:
     ) -> UnloadedModel:
         """heads: parameters that are trained next to adapters."""
         parameters = named_parameters(chunks)
-        if unknown := sorted(parameters.keys() - specs.keys()):
+        tower = self.tower_specs
+        if unknown := sorted(parameters.keys() - specs.keys() - tower.keys()):
             computed_by = self.megatron.override_transformer_config.transformer_impl
             raise RuntimeError(f"parameters of transformer_impl={computed_by} that no family describes: {unknown}")
         trained: dict[str, ParamSpec] = {}
@@ -186,6 +200,8 @@ class ModelSource:
         ahead = mtp_specs(self.model)
         if self.mtp == MTPUse.FROZEN and not self.adapter_specs:
             trained = {name: spec for name, spec in specs.items() if name not in ahead}
+        if tower:
+            trained = (trained or specs) | tower
         mark_tensor_parallel(parameters, specs | trained, self.place)
         for name in ahead.keys() & parameters.keys():
             parameters[name].requires_grad_(self.mtp == MTPUse.TRAINED)

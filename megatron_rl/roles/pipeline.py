@@ -357,9 +357,11 @@ class Pipeline:
         routing = nullcontext() if self.routing is None else self.routing.forward_pass(self.chunks.index(model), block)
         embedded: Tensor | None = None
         embeds = self.groups.is_first_stage and model is self.chunks[0]
-        if embeds and self.images is not None and block.images is not None and segments is not None:
-            segments.images = self.images.tokens(block.images, self.device)
-            embedded = self.images.embedded(model, input_ids, positions, segments.images)
+        if embeds and self.images is not None:
+            tokens = None
+            if block.images is not None and segments is not None:
+                tokens = segments.images = self.images.tokens(block.images, self.device)
+            embedded = self.images.embedded(model, input_ids, positions, tokens)
         with routing:
             output: Tensor = model(input_ids, positions, None, decoder_input=embedded, packed_seq_params=segments)
         if model is self.chunks[-1]:

@@ -114,8 +114,8 @@ class FollowedPolicy(RoleWithTower, TrainedRole):
 
         view = replace(
             self.trained,
-            parameters=without_mtp(self.trained.parameters),
-            specs=without_mtp(self.trained.specs),
+            parameters=of_scoring_roles(self.trained.parameters),
+            specs=of_scoring_roles(self.trained.specs),
         )
         flat = flat_parameters(view, self.rank.groups, self.source.place, None, self.rank.node)
         self.connect(self.followers.setdefault(follower, SendingEnd()), address, flat, tensors_of(view.specs))
@@ -348,8 +348,9 @@ class ArrivingWeights:
         return report
 
 
-def without_mtp(of_names: Mapping[str, Value]) -> dict[str, Value]:
-    """Leave out a multi-token prediction layer, which roles that only score do not have."""
+def of_scoring_roles(of_names: Mapping[str, Value]) -> dict[str, Value]:
+    """Leave out a multi-token prediction layer and a trained tower, which roles that only score do not have."""
+    from megatron_rl.model.families import without_tower
     from megatron_rl.model.families.mtp_params import MTP
 
-    return {name: value for name, value in of_names.items() if not name.startswith(MTP)}
+    return {name: value for name, value in without_tower(of_names).items() if not name.startswith(MTP)}

@@ -94,7 +94,8 @@ class Rank:
             attention_kernels=spec.megatron.attention_kernels,
         )
         seed, folder = self.config.trainer.seed, self.folders[spec.model_path]
-        return ModelSource(folder, self.groups, self.device, megatron, spec.lora, seed, spec.mtp)
+        trains_tower = spec.trains_tower and self.reads_images
+        return ModelSource(folder, self.groups, self.device, megatron, spec.lora, seed, spec.mtp, trains_tower)
 
     def micro_batching(self, spec: PassSpec | None) -> MicroBatching:
         """Micro-batching of a pass. The actor's model estimates the work, so that all roles cut alike.

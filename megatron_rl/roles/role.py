@@ -117,8 +117,8 @@ class TrainedRole(Role):
 
     @property
     def specs(self) -> dict[str, ParamSpec]:
-        """Global Megatron name -> its spec, of the model that the folder names."""
-        return dict(self.base.specs)
+        """Global Megatron name -> its spec, of the model that the folder names, with a tower that is trained."""
+        return {**self.base.specs, **self.source.tower_specs}
 
     @property
     def architecture(self) -> str:

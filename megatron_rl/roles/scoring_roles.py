@@ -18,7 +18,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.records import Batch, ragged, single_turn
 from megatron_rl.roles.critic import values_before
-from megatron_rl.roles.policy_followers import FollowingScorer, without_mtp
+from megatron_rl.roles.policy_followers import FollowingScorer, of_scoring_roles
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.read_model import ScoringRole
 from megatron_rl.roles.role import Role, TrainedRole
@@ -50,7 +50,7 @@ class Reference(FollowingScorer):
         biases, leader = None, policy.checkpoint.bias
         if leader is not None and self.spec.model_of is None:
             biases = leader.of_copy(named_buffers(self.model.models), REFERENCE_BIAS), leader
-        theirs, alpha = without_mtp(policy.trained.parameters), self.spec.settings.ref_model_mixup_alpha
+        theirs, alpha = of_scoring_roles(policy.trained.parameters), self.spec.settings.ref_model_mixup_alpha
         self.following = ReferenceRefresh(self.model.following, theirs, alpha, biases)
         policy.checkpoint.reference = self.following
 

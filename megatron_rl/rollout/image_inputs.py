@@ -78,19 +78,19 @@ def reading_features(model_class: type[torch.nn.Module]) -> type[torch.nn.Module
 def prompt_of(start: Start, cache_salt: str, read: dict[str, MultiModalKwargsItem]) -> dict[str, Any]:
     """vLLM's prompt of a request; with images its processed input.
 
-    read: digest -> what vLLM is given of an image; images that are not in it are read, and added.
+    read: `ImageInput.key` -> what vLLM is given of an image; images that are not in it are read, and added.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(start.token_ids), "cache_salt": cache_salt}
     if not start.images:
         return prompt
     for image in start.images:
-        if image.piece.digest not in read:
-            read[image.piece.digest] = item_of(image)
-    pieces = [image.piece for image in start.images]
+        if image.key not in read:
+            read[image.key] = item_of(image)
+    pieces, keys = [image.piece for image in start.images], [image.key for image in start.images]
     return prompt | {
         "type": "multimodal",
-        "mm_kwargs": MultiModalKwargsItems({IMAGE: [read[piece.digest] for piece in pieces]}),
-        "mm_hashes": {IMAGE: [piece.digest for piece in pieces]},
+        "mm_kwargs": MultiModalKwargsItems({IMAGE: [read[key] for key in keys]}),
+        "mm_hashes": {IMAGE: keys},
         "mm_placeholders": {IMAGE: [PlaceholderRange(offset=piece.first, length=piece.num_tokens) for piece in pieces]},
     }
 

@@ -97,7 +97,7 @@ class InFlightRequests:
         self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
         cache = engine.vllm_config.cache_config
         self._shares_parts = cache.prefix_match_unit not in (None, cache.block_size)
-        self._images: dict[str, MultiModalKwargsItem] = {}  # digest -> images of one slice's starts
+        self._images: dict[str, MultiModalKwargsItem] = {}  # key -> images of one slice's starts
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
         self._routed: set[int] = set()  # unfinished requests whose experts are returned
 

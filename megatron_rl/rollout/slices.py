@@ -25,11 +25,18 @@ FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
 class ImageInput(NamedTuple):
     """An image of a request: the place of its placeholders, and their features.
 
-    features: [piece.num_tokens, H * (1 + D)] in the model's dtype; D: deepstack levels.
+    features: [piece.num_tokens, H * (1 + D)] in the model's dtype; D: deepstack levels. tower: which weights have made
+    them, of a tower that is trained.
     """
 
     piece: ImagePiece
     features: ColumnPiece
+    tower: int = 0
+
+    @property
+    def key(self) -> str:
+        """Equal for equal features: an image that another tower has read is another one to an engine."""
+        return f"{self.piece.digest} {self.tower}" if self.tower else self.piece.digest
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Start:
     @property
     def prompt_key(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """The tokens of the prompt and the digests of its images, equal for two requests with the same prompt."""
-        return self.token_ids, tuple(image.piece.digest for image in self.images)
+        return self.token_ids, tuple(image.key for image in self.images)
 
 
 @dataclass(frozen=True)

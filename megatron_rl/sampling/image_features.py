@@ -4,14 +4,15 @@
                    Start.images, and the columns image_pieces, image_grids, image_features  <--ColumnPiece by digest--
 
 Features are held where ranks made them. An image that no row has shown for long is forgotten, and read again if it
-comes back.
+comes back. With a tower that is trained the actor and generation read its features, made again for every version of
+it; patches stay with the ranks for that, and for updates. Other roles read those of the folder's tower.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,13 +37,28 @@ class ImageRole(Protocol):
     def image_features(self, batch: Batch) -> Future[Batch]:
         """Return `image_features` of rows with `image_grids` and `image_patches`, one image in each."""
 
+    def policy_features(self, batch: Batch, *, with_patches: bool = False) -> Future[Batch]:
+        """Return `policy_features` of them, and `image_patches` where asked for."""
+
 
 PatchesOf = Callable[[Sequence[str]], Sequence[tuple[Grid, torch.Tensor]]]
 """Digests -> grid and patches float32 [patches, values] of each image."""
 
 
+class TowerUse(NamedTuple):
+    """Whose features are read. frozen: those of the folder's tower. trained: those of the actor's own."""
+
+    frozen: bool = True
+    trained: bool = False
+
+
+FROZEN = TowerUse()
+FEATURES, TRAINED, PATCHES = "image_features", "policy_features", "image_patches"
+"""Columns of an image."""
+
+
 class ImageFeatures:
-    """Features by digest. num_passes: images that the tower has read. num_readers: data-parallel ranks that read."""
+    """Features by digest. num_passes: images that towers have read. num_readers: data-parallel ranks that read."""
 
     def __init__(
         self,
@@ -51,12 +67,21 @@ class ImageFeatures:
         num_readers: int = 1,
         most_bytes: int = MOST_BYTES,
         round_bytes: int = ROUND_BYTES,
+        use: TowerUse = FROZEN,
     ) -> None:
-        self._patches_of, self._role = patches_of, role
+        self._patches_of, self._role, self._use = patches_of, role, use
         self._most_bytes, self._round_bytes = most_bytes, num_readers * round_bytes
-        self._known: OrderedDict[str, ColumnPiece] = OrderedDict()
+        self._known: OrderedDict[str, dict[str, ColumnPiece]] = OrderedDict()
         self._patch_bytes = PATCH_BYTES
+        self._version = int(use.trained)
         self.num_passes = 0
+
+    def changed(self) -> None:
+        """Note that the actor's weights have changed: a trained tower's features are made again."""
+        if self._use.trained:
+            self._version += 1
+            for columns in self._known.values():
+                columns.pop(TRAINED, None)
 
     def need(self, rows: Iterable[Pieces]) -> None:
         """Have the features of all images of these rows; of others some may be forgotten.
@@ -69,6 +94,8 @@ class ImageFeatures:
             taken = self._round(missing)
             self._read(missing[:taken])
             del missing[:taken]
+        if self._use.trained:
+            self._read_again([piece for digest, piece in shown.items() if TRAINED not in self._known[digest]])
         for digest in shown:
             self._known.move_to_end(digest)
         self._forget(len(self._known) - len(shown))
@@ -93,19 +120,44 @@ class ImageFeatures:
             image_grids=ragged_from_lengths(grids, torch.ones_like(lengths)),
             image_patches=ragged_from_lengths(patches, lengths),
         )
-        column = as_held(self._role.image_features(batch.read_by(IMAGE_FEATURES)).get().stored("image_features"))
-        features = column.pieces()
-        if [piece.num_tokens for piece in pieces] != [feature.length for feature in features]:
-            raise ValueError(f"{len(features)} rows of features do not fit {len(pieces)} images")
-        self._known |= {piece.digest: feature for piece, feature in zip(pieces, features, strict=True)}
+        given, calls = batch.read_by(IMAGE_FEATURES), list[Future[Batch]]()
+        if self._use.frozen:
+            calls.append(self._role.image_features(given))
+        if self._use.trained:
+            calls.append(self._role.policy_features(given, with_patches=True))
+        for piece in pieces:
+            self._known[piece.digest] = {}
+        for call in calls:
+            self._take(pieces, call.get())
         self.num_passes += len(pieces)
+
+    def _read_again(self, pieces: Sequence[ImagePiece]) -> None:
+        """Have features of the tower as it is now, of images whose patches ranks hold."""
+        if not pieces:
+            return
+        grids = torch.tensor([piece.grid for piece in pieces], dtype=torch.int64)
+        held = [[self._known[piece.digest][PATCHES]] for piece in pieces]
+        batch = Batch(image_grids=ragged_from_lengths(grids, torch.ones(len(pieces), dtype=torch.int64)))
+        batch.add(image_patches=RemoteColumn.of_pieces(held))
+        self._take(pieces, self._role.policy_features(batch).get())
+        self.num_passes += len(pieces)
+
+    def _take(self, pieces: Sequence[ImagePiece], made: Batch) -> None:
+        """Keep the columns of images. Raises ValueError for columns that do not fit them."""
+        for name in made.names:
+            columns = as_held(made.stored(name)).pieces()
+            lengths = [piece.num_patches if name == PATCHES else piece.num_tokens for piece in pieces]
+            if lengths != [column.length for column in columns]:
+                raise ValueError(f"{len(columns)} rows of {name} do not fit {len(pieces)} images")
+            for piece, column in zip(pieces, columns, strict=True):
+                self._known[piece.digest][name] = column
 
     def _forget(self, num_unneeded: int) -> None:
         """Forget images from the oldest on until the others are few enough. num_unneeded: of those at most."""
-        size = sum(map(bytes_of, self._known.values()))
+        size = sum(bytes_of(one) for columns in self._known.values() for one in columns.values())
         while num_unneeded > 0 and size > self._most_bytes:
             _, dropped = self._known.popitem(last=False)
-            size, num_unneeded = size - bytes_of(dropped), num_unneeded - 1
+            size, num_unneeded = size - sum(map(bytes_of, dropped.values())), num_unneeded - 1
 
     def has(self, pieces: Pieces) -> bool:
         """Return whether `need` has the features of these images."""
@@ -113,7 +165,8 @@ class ImageFeatures:
 
     def inputs(self, pieces: Pieces) -> tuple[ImageInput, ...]:
         """Return the images of a request, of which `need` has the features."""
-        return tuple(ImageInput(piece, self._known[piece.digest]) for piece in pieces)
+        name = TRAINED if self._use.trained else FEATURES
+        return tuple(ImageInput(piece, self._known[piece.digest][name], self._version) for piece in pieces)
 
     def columns(self, rows: Batch) -> Batch:
         """Return the columns of images of rows with `images`, of which `need` has the features; none where no row has
@@ -125,14 +178,15 @@ class ImageFeatures:
         counts = torch.tensor([len(pieces) for pieces in shown])
         numbers = [piece.numbers for pieces in shown for piece in pieces]
         grids = [piece.grid for pieces in shown for piece in pieces]
+        names = [*([FEATURES] if self._use.frozen else []), *([TRAINED, PATCHES] if self._use.trained else [])]
         return Batch(
             image_pieces=ragged_from_lengths(torch.tensor(numbers, dtype=torch.int64), counts),
             image_grids=ragged_from_lengths(torch.tensor(grids, dtype=torch.int64), counts),
-            image_features=self._column(shown),
+            **{name: self._column(name, shown) for name in names},
         )
 
-    def _column(self, shown: Sequence[Pieces]) -> Stored:
-        return RemoteColumn.of_pieces([[self._known[piece.digest] for piece in pieces] for pieces in shown])
+    def _column(self, name: str, shown: Sequence[Pieces]) -> Stored:
+        return RemoteColumn.of_pieces([[self._known[piece.digest][name] for piece in pieces] for pieces in shown])
 
 
 def passes_metric(images: ImageFeatures | None) -> dict[str, float]:

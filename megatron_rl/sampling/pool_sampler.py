@@ -47,6 +47,7 @@ class PoolSampler(Sampler):
     def load_weights(self, step: int) -> None:
         """Send the weights after `step` to the rollout, unless it is in the actor's pool and reads them there."""
         self._version = step
+        self._weights_changed()
         if self._sender is not None:
             sending, receiving = self._sender.send_weights(step), self.rollout.receive_weights()
             self.logger.note_transition(receiving.get())

@@ -91,6 +91,7 @@ class ReplicaSampler(Sampler):
 
     def load_weights(self, step: int) -> None:
         """Send the weights after `step` while slices run, if the schedule sends them."""
+        self._weights_changed()
         if not self.rules.sends(step):
             return
         self.driver.wait_until(lambda: self.queue.scheduler.may_send(step))

@@ -274,6 +274,11 @@ class Sampler:
         if self._images is not None:
             self._images.need([*images_in_flight(self.answers), *further])
 
+    def _weights_changed(self) -> None:
+        """Note that the actor has learned: the features of a trained tower are others."""
+        if self._images is not None:
+            self._images.changed()
+
     def _images_of(self, pieces: Pieces) -> tuple[ImageInput, ...]:
         """Return the images of a request: see `Start`."""
         return () if self._images is None else self._images.inputs(pieces)

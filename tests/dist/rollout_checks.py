@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from megatron_rl.columns import SCORING
+from megatron_rl.columns import COLUMNS, SCORING
 from megatron_rl.records import Batch, Sampling, ragged
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=12, salt=0)
@@ -54,7 +54,7 @@ def weights(worker) -> list[torch.Tensor]:
 
 def logprob_difference(worker, answers: Batch) -> float | None:
     """Largest |vLLM - trainer| over the sampled tokens; None before the last stage."""
-    scores = worker.roles["actor"].log_probs(answers.read_by(SCORING))
+    scores = worker.roles["actor"].log_probs(answers.select(*COLUMNS.read_by(SCORING), "policy_features"))
     if scores is None:
         return None
     return float((scores.flat("old_log_probs") - answers.flat("rollout_log_probs")).abs().max())

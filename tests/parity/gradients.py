@@ -10,7 +10,7 @@ import torch
 from tiny_models import random_batch
 from updates import NUM_ROWS, text_rows
 
-from megatron_rl.columns import ACTOR_UPDATE, SCORING
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE
 from megatron_rl.model.families import family_of
 from megatron_rl.model.parts import Experts
 from megatron_rl.records import Batch
@@ -43,7 +43,7 @@ def policy_gradients(config, rows_of: Callable[[Any], Batch] = text_rows) -> dic
     worker = RankHost(config)
     worker.build("actor")
     experience = rows_of(worker)
-    experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(SCORING))["old_log_probs"])
+    experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(ACTOR_SCORES))["old_log_probs"])
     worker.roles["actor"].compute_gradients(experience.read_by(ACTOR_UPDATE))
     gradients = {
         name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import Batch, ragged, ragged_from_lengths, single_turn
 
 READS = {"data__image_key": "images"}
+TRAINED = {"actor_rollout_ref__actor__megatron__freeze_vision_model": False}
 TOWER = "actor vision tower"
 GRIDS = ((1, 4, 6), (1, 2, 2), (1, 8, 4))
 IN_ROWS = ((), (0,), (0, 1, 2), (0,), (2,), (), (1, 2), (0, 1, 2), (2,))
@@ -100,6 +101,41 @@ def rows_with_features(worker: Any) -> Batch:
     return batch
 
 
+def rows_with_patches(worker: Any) -> Batch:
+    """`rows_with_features`, with what the trained tower of the ranks reads and makes."""
+    batch = rows_with_features(worker)
+    form = worker.roles["actor"].source.vision_tower().form
+    patches = [
+        torch.cat([torch.empty(0, form.patch_values), *(patches_of(form, number) for number in images_of(row))])
+        for row in range(len(IN_ROWS))
+    ]
+    batch.add(image_patches=ragged_from_lengths(torch.cat(patches), torch.tensor([len(row) for row in patches])))
+    batch.add(trained_columns(worker))
+    return batch
+
+
+def trained_columns(worker: Any) -> Batch:
+    """`policy_features` of all rows by the tower of the ranks as it is now, on every rank."""
+    actor = worker.roles["actor"]
+    form = image_form(actor.source.folder.settings)
+    assert form is not None
+    images = [patches_of(form, number) for number in range(6)]
+    grids = torch.tensor([GRIDS[number % 3] for number in range(6)])
+    one_each = torch.ones(6, dtype=torch.int64)
+    made = actor.policy_features(
+        Batch(
+            image_grids=ragged_from_lengths(grids, one_each),
+            image_patches=ragged_from_lengths(torch.cat(images), torch.tensor([len(one) for one in images])),
+        )
+    )
+    every: list[Any] = [None] * worker.groups.grid.world_size
+    torch.distributed.all_gather_object(every, None if made is None else made["policy_features"].unbind())
+    features = next(one for one in every if one is not None)
+    width = features[0].shape[1]
+    rows = [torch.cat([torch.empty(0, width), *(features[n] for n in images_of(row))]) for row in range(len(IN_ROWS))]
+    return Batch(policy_features=ragged_from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])))
+
+
 def expected_log_probs(path: str, model: torch.nn.Module) -> torch.Tensor:
     """Log-prob of every response token under transformers' model on the pixels, where no placeholder can follow."""
     form = image_form(ModelFolder(path).settings)
@@ -117,24 +153,26 @@ def expected_log_probs(path: str, model: torch.nn.Module) -> torch.Tensor:
     return torch.cat(expected)
 
 
-def by_transformers(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, and gradients of -mean(advantage * log-prob) of the language model's tensors."""
+def by_transformers(path: str, *, trains_tower: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and gradients of -mean(advantage * log-prob) of the language model's tensors, or of all."""
     from megatron_rl.controller.report import hf_model
 
     model, form = hf_model(path), image_form(ModelFolder(path).settings)
     assert form is not None
-    model.model.visual.requires_grad_(False)
+    model.model.visual.requires_grad_(trains_tower)
     log_probs = expected_log_probs(path, model)
     (-log_probs * image_rows(form).flat("advantages")).mean().backward()
     inside = inside_of(model.config.architectures)
     assert inside is not None
+    assert inside.tower is not None
     stacked = ".experts." if model.config.model_type == "qwen3_vl_moe" else None  # folders have other dims
+    prefixes = {"model.language_model.": inside.folder_prefix, "model.visual.": inside.tower.prefix}
     gradients = {
-        name.replace("model.language_model.", inside.folder_prefix): (
+        reduce(lambda name, known: name.replace(*known), prefixes.items(), name): (
             gradient.transpose(-1, -2) if stacked is not None and stacked in name else gradient
         )
         for name, gradient in gradients_on_disk(path, model).items()
-        if "visual." not in name
+        if trains_tower or "visual." not in name
     }
     return log_probs.detach(), gradients
 
@@ -149,12 +187,15 @@ class ImageGradients:
     bound: float = 1e-5
     """Of a gradient, relative to its largest element; all together are within 1e-5 of their norm."""
     name: str = "image gradients"
+    trains_tower: bool = False
 
     def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
         path = runs.path(scenario)
-        config = run_config(path, 1, 1, **READS, **scenario.common, **scenario.keys)
-        [found] = run_ranks(1, partial(policy_gradients, rows_of=rows_with_features), config)
-        log_probs, expected = runs.once(("image gradients", path), partial(by_transformers, path))
+        trained, rows_of = ({}, rows_with_features) if not self.trains_tower else (TRAINED, rows_with_patches)
+        config = run_config(path, 1, 1, **READS, **trained, **scenario.common, **scenario.keys)
+        [found] = run_ranks(1, partial(policy_gradients, rows_of=rows_of), config)
+        transformers = partial(by_transformers, path, trains_tower=self.trains_tower)
+        log_probs, expected = runs.once((self.name, path), transformers)
         assert (found["log_probs"] - log_probs).abs().max() < 2e-5
         ours = whole_weights([found], "actor", path)
         assert ours.keys() - {"lm_head.weight"} == expected.keys() - {"lm_head.weight"}
@@ -172,14 +213,17 @@ class ImageUpdate:
     """
 
     name: str = "image update"
+    trains_tower: bool = False
 
     def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
         path = runs.path(scenario)
 
         def updated(ranks: tuple[int, int, int], keys: Mapping[str, object], sizes: Mapping[str, object]) -> list[dict]:
-            return run_layout(path, *ranks, keys=READS | keys, update=with_images, **sizes)
+            if not self.trains_tower:
+                return run_layout(path, *ranks, keys=READS | keys, update=with_images, **sizes)
+            return run_layout(path, *ranks, keys=READS | TRAINED | keys, update=with_trained_tower, **sizes)
 
-        alone = runs.once(("image update", path), lambda: updated((1, 1, 1), {}, {}))
+        alone = runs.once((self.name, path), lambda: updated((1, 1, 1), {}, {}))
         found = updated(scenario.ranks, {**scenario.common, **scenario.keys}, scenario.sizes)
         expected, _ = runs.once(("image gradients", path), partial(by_transformers, path))
         for field in ("log_probs", "ref_log_probs"):
@@ -188,6 +232,7 @@ class ImageUpdate:
 
 
 with_images = partial(one_update, rows_of=rows_with_features)
+with_trained_tower = partial(one_update, rows_of=rows_with_patches, columns_again=trained_columns)
 
 
 @dataclass(frozen=True)

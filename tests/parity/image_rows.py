@@ -10,6 +10,8 @@ Not exercised: images with several frames; kernels of CUDA.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from image_examples import ImagePlainStep, ImageTask, save_qwen3_vl_reward_model
 from image_observations import ImageFeatures, ImageGradients, ImageUpdate
 from layout_keys import A2A, ALL_GATHER, CP2, FULL, P2P, PADDED, SP, VPP2, of_both
@@ -27,7 +29,10 @@ from vision_folders import (
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 
 GRADIENTS, UPDATE, FEATURES = ImageGradients(), ImageUpdate(), ImageFeatures()
+TOWER = ImageGradients(name="tower gradients", trains_tower=True)
+TOWER_UPDATE = ImageUpdate(name="tower update", trains_tower=True)
 AGAIN = of_both(FULL)
+OVERLAPPED = {"override_ddp_config__overlap_grad_reduce": True}
 TREE = {"actor_rollout_ref__model__enable_tree_training": True}
 IMAGES = tuple(
     Row(Scenario(save, layout, ranks, sizes, keys), observation, when)
@@ -55,6 +60,18 @@ IMAGES = tuple(
         (save_qwen3_5_moe_vl_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, UPDATE, LONG),
         (save_qwen3_vl_moe_folder, "one process", (1, 1, 1), {}, {}, GRADIENTS, WEEKLY),
         (save_qwen3_vl_moe_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, UPDATE, LONG),
+        (save_qwen25_vl_folder, "one process", (1, 1, 1), {}, {}, TOWER, WEEKLY),
+        (save_qwen3_vl_folder, "one process", (1, 1, 1), {}, {}, TOWER, LONG),
+        (save_qwen3_vl_folder, "one process, full", (1, 1, 1), {}, AGAIN, TOWER, WEEKLY),
+        (save_qwen3_5_vl_folder, "one process", (1, 1, 1), {}, {}, replace(TOWER, bound=2e-5), WEEKLY),
+        (save_qwen25_vl_folder, "TP2", (2, 2, 1), {}, {}, TOWER_UPDATE, WEEKLY),
+        (save_qwen25_vl_folder, "PP2", (2, 1, 2), {}, {}, TOWER_UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "TP2, PP2, SP, VPP2", (4, 2, 2), SP | VPP2, AGAIN, TOWER_UPDATE, LONG),
+        (save_qwen3_vl_folder, "TP2", (2, 2, 1), {}, {}, TOWER_UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "PP2, padded", (2, 1, 2), {}, PADDED, TOWER_UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "CP2", (2, 1, 1), CP2 | P2P, {}, TOWER_UPDATE, WEEKLY),
+        (save_qwen3_vl_folder, "DP2, overlapped", (2, 1, 1), OVERLAPPED, {}, TOWER_UPDATE, WEEKLY),
+        (save_qwen3_5_moe_vl_folder, "TP2, PP2, SP", (4, 2, 2), SP, {}, TOWER_UPDATE, WEEKLY),
         (save_qwen25_vl_folder, "CP2, all_gather", (2, 1, 1), CP2 | ALL_GATHER, {}, UPDATE, WEEKLY),
     )
 )

@@ -31,8 +31,9 @@ from ranks import run_ranks
 from tiny_models import random_batch, run_config
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
-from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.model.families.vision import TOWER
 from megatron_rl.records import Batch
 
 NUM_ROWS = 11
@@ -46,10 +47,14 @@ def text_rows(worker: Any) -> Batch:
     return random_batch(NUM_ROWS)
 
 
-def one_update(config, rows_of: Callable[[Any], Batch] = text_rows) -> dict:
+def one_update(
+    config,
+    rows_of: Callable[[Any], Batch] = text_rows,
+    columns_again: Callable[[Any], Batch] = lambda worker: Batch(),
+) -> dict:
     """What one rank knows after scoring the batch, one update of actor and critic, and scoring it again.
 
-    rows_of: a rank's host -> the whole batch.
+    rows_of: a rank's host -> the whole batch. columns_again: those that depend on weights, in the whole batch.
     """
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
@@ -63,13 +68,13 @@ def one_update(config, rows_of: Callable[[Any], Batch] = text_rows) -> dict:
     rows = torch.arange(len(experience)).tensor_split(where.dp_size)[where.dp_rank]
     mine = experience[rows]
 
-    def score(method) -> torch.Tensor | None:
-        scores = method(mine.read_by(SCORING))
+    def score(method, *readers: str) -> torch.Tensor | None:
+        scores = method(mine.read_by(SCORING, *readers))
         return None if scores is None else scores.flat(scores.names[0])
 
     result = {
         "where": where,
-        "log_probs": score(worker.roles["actor"].log_probs),
+        "log_probs": score(worker.roles["actor"].log_probs, ACTOR_SCORES),
         "values": score(worker.roles["critic"].values),
     }
     result["ref_log_probs"] = score(worker.roles["reference"].log_probs)
@@ -80,7 +85,9 @@ def one_update(config, rows_of: Callable[[Any], Batch] = text_rows) -> dict:
     mine.flat("old_log_probs").copy_((shape_only if old is None else old) - 0.1 * mine.flat("advantages"))
     result["actor"] = worker.roles["actor"].update(mine.read_by(ACTOR_UPDATE))
     result["critic"] = worker.roles["critic"].update(mine.read_by(CRITIC_UPDATE))
-    result["log_probs_after"] = score(worker.roles["actor"].log_probs)
+    again = columns_again(worker)
+    mine.add(again[rows] if len(again.names) else again)
+    result["log_probs_after"] = score(worker.roles["actor"].log_probs, ACTOR_SCORES)
     result["values_after"] = score(worker.roles["critic"].values)
     for role, trainable in (("actor", worker.roles["actor"].trainable), ("critic", worker.roles["critic"].trainable)):
         parameters = named_parameters(trainable.models)
@@ -103,6 +110,8 @@ def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, 
     has_mtp = any(name.startswith("mtp_layer.") for weights in held.values() for name in weights)
     model = replace(ModelFolder(model_path).model, has_mtp=has_mtp)
     specs = {"actor": model.specs, "critic": model.value_specs}[role]
+    if any(name.startswith(TOWER) for weights in held.values() for name in weights):
+        specs = {**specs, **model.tower_specs}
     places = {rank: r["place"] for rank, r in enumerate(results)}
     whole = {}
     for tensor in hf_tensors(specs):

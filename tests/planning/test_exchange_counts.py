@@ -27,7 +27,7 @@ from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.exchange_counts import ExchangeCounts
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.memory_advice import tried
-from megatron_rl.planning.role_ledger import RoleParams
+from megatron_rl.planning.role_params import RoleParams
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.planning.weights import ModelParams, TrainedWeights

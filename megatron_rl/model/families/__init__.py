@@ -45,7 +45,7 @@ from megatron_rl.model.families.shape import (
     shape_of,
     sliding_window,
 )
-from megatron_rl.model.families.vision import ImageForm, image_form, tower_of
+from megatron_rl.model.families.vision import ImageForm, image_form, tower_of, without_tower
 from megatron_rl.model.parts import (
     CORRECTION,
     AttentionShape,
@@ -112,4 +112,5 @@ __all__ = [
     "ImageForm",
     "image_form",
     "tower_of",
+    "without_tower",
 ]

@@ -16,6 +16,7 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families.family import Inside
 from megatron_rl.model.families.mtp_params import MTP
+from megatron_rl.model.families.vision import without_tower
 from megatron_rl.model.parts import ParamSpec, is_one_by_one
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
@@ -151,8 +152,8 @@ def merged_alone(specs: Mapping[str, ParamSpec]) -> str:
 
 
 def _own(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """The parameters without those of a multi-token prediction layer."""
-    return {name: spec for name, spec in specs.items() if not name.startswith(MTP)}
+    """The parameters without those of a multi-token prediction layer and of a vision tower."""
+    return {name: spec for name, spec in without_tower(specs).items() if not name.startswith(MTP)}
 
 
 def _is_stored_stack(spec: ParamSpec) -> bool:

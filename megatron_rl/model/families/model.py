@@ -67,6 +67,11 @@ class Model:
         return param_map(self.family, self.shape) | mtp_specs(self)
 
     @cached_property
+    def tower_specs(self) -> dict[str, ParamSpec]:
+        """Megatron name -> spec of its vision tower where that is trained; {} for a model that reads text alone."""
+        return {} if self.images is None else self.images.tower_specs
+
+    @cached_property
     def value_specs(self) -> dict[str, ParamSpec]:
         """`specs` of the value model: the trunk and a head of one value."""
         return value_param_map(self.family, self.shape)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.model.families.family import Tower
 from megatron_rl.model.families.registry import inside_of
 from megatron_rl.model.families.rope import rope_of
 from megatron_rl.model.families.tower_sizes import TowerSizes
+from megatron_rl.model.parts import ParamSpec
+from megatron_rl.model.parts.param_spec import whole
 
+TOWER = "vision_tower."
+"""Beginning of the global names of a trained tower's parameters."""
+Value = TypeVar("Value")
 TOKEN_KEYS = ("image_token_id", "video_token_id")
 """config.json's names of the tokens that stand for images and videos."""
 
@@ -22,7 +27,8 @@ class ImageForm:
     token: the id that stands for a part of an image. unsampled: ids that no policy may sample, as an image or video
     would be missing behind them. merge: merge x merge patches make one token. levels: how many of the first layers add
     features of their own to their output. sections: numbers of rotary angles of time, height and width. alternating:
-    angles belong to these in turn; else one after the other. tower: sizes of the module that makes features.
+    angles belong to these in turn; else one after the other. tower: sizes of the module that makes features. prefix:
+    the beginning of its tensors' names in a folder. shapes: the rest of each name, and its shape.
     """
 
     token: int
@@ -35,11 +41,18 @@ class ImageForm:
     sections: tuple[int, ...]
     alternating: bool
     tower: TowerSizes
+    prefix: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def num_params(self) -> int:
         """Parameters of the tower."""
         return self.tower.num_params
+
+    @property
+    def tower_specs(self) -> dict[str, ParamSpec]:
+        """Global Megatron name -> spec of a tower that is trained: in the first stage, whole on every rank."""
+        return {TOWER + name: whole(self.prefix + name, shape) for name, shape in self.shapes}
 
     @property
     def patch_values(self) -> int:
@@ -76,10 +89,7 @@ def image_form(settings: Mapping[str, Any]) -> ImageForm | None:
     tower = tower_of(settings.get("architectures"))
     if tower is None:
         return None
-    vision = settings.get("vision_config")
-    given = dict(tower.defaults)
-    if isinstance(vision, Mapping):  # transformers refuses settings of other types
-        given |= {key: value for key, value in vision.items() if isinstance(value, int | list | tuple)}
+    given = _given(tower, settings)
     image, video = (settings.get(key, absent) for key, absent in zip(TOKEN_KEYS, tower.ids, strict=True))
     sections = rope_of(settings).get("mrope_section") or tower.sections
     return ImageForm(
@@ -93,4 +103,62 @@ def image_form(settings: Mapping[str, Any]) -> ImageForm | None:
         tuple(sections) if isinstance(sections, list | tuple) else tower.sections,
         tower.alternating,
         TowerSizes.of(tower, given),
+        tower.prefix,
+        tuple(tower_shapes(tower, given).items()),
     )
+
+
+def tower_shapes(tower: Tower, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return parameter of transformers' module -> shape, of patches, blocks and mergers, in the module's order.
+
+    given: `vision_config` with defaults.
+    """
+    keys = ("hidden_size", "intermediate_size", "out_hidden_size", "depth")
+    hidden, inner, out, depth = (int(given[key]) for key in keys)
+    merged, size = hidden * int(given["spatial_merge_size"]) ** 2, int(given["patch_size"])
+    channels = int(given.get("in_channels", given.get("in_chans", 3)))
+    has_biases = not tower.gated  # of norms, and of the product with patches
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+    def norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+        kinds = ("weight", "bias") if has_biases else ("weight",)
+        return {f"{name}.{kind}": (width,) for kind in kinds}
+
+    def merger(name: str, width: int) -> dict[str, tuple[int, ...]]:
+        first, second = ("mlp.0", "mlp.2") if tower.gated else ("linear_fc1", "linear_fc2")
+        products = linear(f"{name}.{first}", merged, merged) | linear(f"{name}.{second}", out, merged)
+        of_norm = norm(f"{name}.{'ln_q' if tower.gated else 'norm'}", width)
+        return of_norm | products
+
+    patch = (hidden, channels, int(given["temporal_patch_size"]), size, size)
+    shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": patch}
+    if has_biases:
+        positions = int(given["num_position_embeddings"])
+        shapes |= {"patch_embed.proj.bias": (hidden,), "pos_embed.weight": (positions, hidden)}
+    for block in (f"blocks.{number}" for number in range(depth)):
+        shapes |= norm(f"{block}.norm1", hidden) | norm(f"{block}.norm2", hidden)
+        shapes |= linear(f"{block}.attn.qkv", 3 * hidden, hidden) | linear(f"{block}.attn.proj", hidden, hidden)
+        into, back = (("gate_proj", "up_proj"), "down_proj") if tower.gated else (("linear_fc1",), "linear_fc2")
+        for name in into:
+            shapes |= linear(f"{block}.mlp.{name}", inner, hidden)
+        shapes |= linear(f"{block}.mlp.{back}", hidden, inner)
+    shapes |= merger("merger", hidden)
+    levels = len(given["deepstack_visual_indexes"]) if tower.has_levels else 0
+    for number in range(levels):
+        shapes |= merger(f"deepstack_merger_list.{number}", merged)
+    return shapes
+
+
+def without_tower(of_names: Mapping[str, Value]) -> dict[str, Value]:
+    """Leave out the parameters of a tower, which generation and roles that only score do not have."""
+    return {name: value for name, value in of_names.items() if not name.startswith(TOWER)}
+
+
+def _given(tower: Tower, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tower's settings with defaults for absent ones."""
+    vision, given = settings.get("vision_config"), dict(tower.defaults)
+    if isinstance(vision, Mapping):  # transformers refuses settings of other types
+        given |= {key: value for key, value in vision.items() if isinstance(value, int | list | tuple)}
+    return given

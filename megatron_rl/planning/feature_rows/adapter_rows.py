@@ -8,11 +8,12 @@ from megatron_rl.config.lora import LINEARS
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import shown
 from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, merged_alone, projections_of
-from megatron_rl.planning.features import Feature, Requirement, RunFacts, Settings, Use
+from megatron_rl.planning.features import Feature, Relation, Requirement, RunFacts, Settings, Use, equals, where
 
 ROUTED = "*.experts.*"
 """The element of exclude_modules that names all linears of routed experts."""
 LORA = "actor_rollout_ref.model.lora"
+FREEZE = "actor_rollout_ref.actor.megatron.freeze_vision_model"
 
 
 def lora_key(role: RoleSpec) -> str:
@@ -143,6 +144,14 @@ ROWS = (
             ),
         ),
         in_tasks=True,
+    ),
+    Feature(
+        "trained_tower",
+        "a vision tower that is trained",
+        {FREEZE: False},
+        where(FREEZE, True, equals(False)),
+        needs=(Relation("images", "without images its gradient is 0", gives_up=True),),
+        excludes=(Relation("lora", "adapters train linears of the language model, and the folder's weights stay"),),
     ),
     Feature("merged_adapters", "generation with merged adapters", {f"{LORA}.merge": True}, _merged),
     Feature(

@@ -103,6 +103,7 @@ ROWS = (
                 "the base cannot be made again of merged weights",
                 {"actor_rollout_ref.model.lora.merge": False},
             ),
+            Relation("trained_tower", "shards come back from those of generation, which has no tower", {DROP: False}),
         ),
     ),
     Feature(

@@ -26,7 +26,8 @@ from megatron_rl.planning.layout_rules import rollout_misfits
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
 from megatron_rl.planning.memory_report import usable_bytes
 from megatron_rl.planning.preflight import read_models
-from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
+from megatron_rl.planning.role_ledger import RoleLedger
+from megatron_rl.planning.role_params import RoleParams
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import layout_of, scored_load, step_load, updated_load
 from megatron_rl.planning.teaching_costs import TeachingCosts
