@@ -27,6 +27,9 @@ ACTOR = "actor_rollout_ref.actor"
 FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
 TEXT_KEY = "reward_model.model.input_tokenizer"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+IMAGES, RANK = "data.image_key", "actor_rollout_ref.model.lora.rank"
+WITH_IMAGES = {IMAGES: "images", f"{ACTOR}.megatron.freeze_vision_model": False}
+"""Keys that ask for what verl does where rows have images."""
 LAYOUT_DEFAULTS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -122,20 +125,23 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     for setting in (actor, reward):
         names = facts[setting.key].get("architectures") or [] if setting is not None else []
         family = STARTING_POINTS.get(names[0]) if names else None
-        # verl reads images where rows have some, and trains the tower. Here it is frozen, and a key asks for images.
         inside = None if family is None else family.inside
-        if setting is not None and inside is not None and inside.is_only_form:
+        asks = inside is not None and (not inside.is_only_form or IMAGES in given)
+        if setting is not None and setting is actor and inside is not None and inside.tower is not None and asks:
+            frozen = RANK in given and given[RANK].value  # adapters are of the language model
+            added = {key: value for key, value in WITH_IMAGES.items() if key not in given and (value or not frozen)}
+            settings = [*settings, *(Setting(key, value, setting.origin) for key, value in added.items())]
+            reason = "verl reads images where rows have some, and trains the tower; here keys ask for both"
+            notes.append(Note(Kind.RENAMED, setting, reason, {setting.key: setting.value} | added))
+        elif setting is not None and inside is not None and inside.is_only_form:
             notes.append(
                 Note(Kind.DIFFERS, setting, "its language model alone is trained; data.image_key is for images")
             )
-        elif setting is not None and inside is not None and inside.tower is not None:
-            reason = "its tower is frozen, and data.image_key is for images: docs/train/images.md"
-            notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=f"a trained vision tower ({names[0]})"))
         elif setting is not None and names and (family is None or inside is not None):
             reason = "docs/scale/models.md lists the supported models"
             feature = f"{feature_of(names[0])} ({names[0]})"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=feature))
-    if actor is not None and all(note.kind is Kind.DIFFERS for note in notes):
+    if actor is not None and not any(note.kind is Kind.UNSUPPORTED for note in notes):
         longer, more = _longer(settings, given, facts[actor.key])
         return longer, [*notes, *more]
     return settings, notes
