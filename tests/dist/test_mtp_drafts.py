@@ -48,6 +48,7 @@ LORA = {
     "actor_rollout_ref__model__lora__rank": 8,
     "actor_rollout_ref__model__lora__target_modules": ["linear_qkv", "linear_proj"],
 }
+WHOLE_EXPERTS = {f"{ROLLOUT}expert_parallel_size": 2}
 CASES = {
     "prompts in parts": (1, 1, {f"{ROLLOUT}max_num_batched_tokens": 40, f"{ROLLOUT}max_num_seqs": 2}),
     "few rows": (1, 1, {f"{ROLLOUT}speculative_disable_by_batch_size": 1}),
@@ -55,6 +56,7 @@ CASES = {
     "shared beginnings": (1, 1, {f"{ROLLOUT}prefix_match_unit": 4}),
     "FP8": (1, 1, {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": 16}),
     "TP2": (2, 2, {"actor_rollout_ref__actor__megatron__sequence_parallel": True}),
+    "TP2, EP2": (2, 2, WHOLE_EXPERTS | {"actor_rollout_ref__actor__megatron__sequence_parallel": True}),
     "adapters": (1, 1, LORA),
     "merged adapters": (1, 1, LORA | {"actor_rollout_ref__model__lora__merge": True}),
 }
@@ -64,6 +66,7 @@ BOTH = [(save, case) for save in (save_glm4_with_mtp, save_deepseek_with_mtp) fo
 REFUSED = [(save_deepseek_with_mtp, case) for case in ("shared beginnings", "adapters")]
 """Preflight refuses shared beginnings of prompts for latent attention on CPUs, and adapters that are not merged."""
 AGAIN = [pair for pair in BOTH if (pair[0] is save_glm4_with_mtp) != (pair[1] in ("shared beginnings", "TP2"))]
+AGAIN += [(save_deepseek_with_mtp, "TP2, EP2")]
 """Weekly: each feature with the other family."""
 
 
