@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from megatron_rl.config.judge_keys import FIELDS, GROUND_TRUTH, GROUP, PAIRWISE, QUESTION, places_of
-from megatron_rl.config.reward_keys import ScoringModelConfig
+from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, ScoringModelConfig, scoring_key
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 
@@ -17,7 +17,7 @@ def judge_problems(config: RunConfig) -> Iterator[Violation]:
     for name, further in config.reward_models.items():
         yield from _scale_problems(f"reward_models.{name}", further)
     for name, settings in config.judges.items():
-        group = name if name == "reward_model" else f"reward_models.{name}"
+        group = scoring_key(name)
         yield from _of_judge(group, settings)
         if settings.asks_policy:
             yield from _of_policy(config, group, settings)
@@ -40,6 +40,10 @@ def _of_judge(group: str, settings: ScoringModelConfig) -> Iterator[Violation]:
         rule = f"is of no use with {key}.prompt: a judge reads the prompt, in tokens of its own folder"
         tokenizer = f"{group}.model.input_tokenizer"
         yield Violation({tokenizer: settings.model.input_tokenizer}, rule, {tokenizer: None})
+    if settings.normalize_reward == HELD_OUT:
+        rule = f"is of a classifier, whose folder has statistics of its scores; with {key}.prompt it is a judge"
+        normalised = f"{group}.normalize_reward"
+        yield Violation({normalised: HELD_OUT}, rule, {normalised: RUNNING})
     scale = keys.scale
     if keys.verdicts and (scale is not None or keys.form == GROUP):
         reason = f"{key}.scale={scale}" if scale is not None else f"{key}.form={GROUP}"

@@ -61,6 +61,11 @@ class RewardModelModelConfig:
     """Pack the reward model's sequences end to end instead of padding each to the longest of its micro-batch."""
 
 
+def scoring_key(name: str) -> str:
+    """The group of keys of a reward model."""
+    return name if name == "reward_model" else f"reward_models.{name}"
+
+
 @dataclass
 class ScoringModelConfig:
     """The keys of every reward model: of `reward_model`, and of each group in `reward_models`."""
@@ -93,6 +98,10 @@ class ScoringModelConfig:
     def is_judge(self) -> bool:
         """Whether the model writes its verdict, and is no classifier."""
         return self.judge.prompt is not None
+
+    def scores_source(self, source: str) -> bool:
+        """Return whether it scores responses to prompts of a data source."""
+        return self.data_sources is None or source in self.data_sources
 
     @property
     def asks_policy(self) -> bool:

@@ -431,8 +431,13 @@ class RunConfig:
     @property
     def judges(self) -> dict[str, ScoringModelConfig]:
         """Reward models that write their verdict, by name."""
+        return {name: model for name, model in self.scoring_models.items() if model.is_judge}
+
+    @property
+    def scoring_models(self) -> dict[str, ScoringModelConfig]:
+        """Every reward model by name: classifiers and judges, also a judge that is no role, as the policy is."""
         first: dict[str, ScoringModelConfig] = {"reward_model": self.reward_model} if self.reward_model.enable else {}
-        return {name: model for name, model in (first | self.reward_models).items() if model.is_judge}
+        return first | self.reward_models
 
     @property
     def has_turns(self) -> bool:

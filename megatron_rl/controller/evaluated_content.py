@@ -57,10 +57,10 @@ def evaluated_content(config: RunConfig) -> dict[str, Any]:
     }
     if rollout.multi_turn.enable:
         groups["turns"] = {key: value for key, value in asdict(rollout.multi_turn).items() if key not in NO_MATTER}
-    models = config.reward_models | ({"reward_model": scored} if scored.enable else {})
-    for name, model in models.items():
+    for name, model in config.scoring_models.items():
         own = {key: value for key, value in asdict(model).items() if key in MODEL_KEYS}
-        groups[f"reward_models.{name}"] = own | {"dtype": model.megatron.dtype}
+        asked = {"judge": asdict(model.judge)} if model.is_judge else {}
+        groups[f"reward_models.{name}"] = own | asked | {"dtype": model.megatron.dtype}
     return dict(json.loads(json.dumps(_flat("", groups), default=str)))
 
 

@@ -148,7 +148,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         readers, template_notes = text_readers(config, folders, (data.train, data.val))
         shaping = reward_shaping(config)
         own_scorers, pretraining = user_scorers(config), Pretraining(config, policy)
-        judges = RunJudges.of(config, policy, folders, replay)
+        judges = RunJudges.of(config, policy, folders, replay, data.by_key)
         chats = data.train.are_chats | data.val.are_chats
         episodes = open_episodes(config, policy, chats, local, opened, data.train.images, replay is not None)
         folder = RunFolder(config, repairs)
@@ -207,6 +207,11 @@ class Data:
             return cls(train, val, PromptSampler(data.sampler, train, data.gen_batch_size, data.seed))
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
         return cls(train, val, cursor)
+
+    @property
+    def by_key(self) -> dict[str, PromptDataset]:
+        """The prompts by the key of their files."""
+        return {"data.train_files": self.train, "data.val_files": self.val}
 
     @property
     def sources(self) -> set[str]:

@@ -13,6 +13,7 @@ from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.config.judge_engine import judge_tp_size
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.judge import Judge
@@ -20,6 +21,7 @@ from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport, Start
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.replica_sampler import ReplicaSampler
+from megatron_rl.scoring.judge_forms import check_rubrics
 from megatron_rl.scoring.judge_record import JudgeRecord
 from megatron_rl.scoring.judging import Judging
 
@@ -73,10 +75,18 @@ class RunJudges:
     record: JudgeRecord
 
     @classmethod
-    def of(cls, config: RunConfig, policy: ModelFolder, folders: ModelFolders, replay: Path | None) -> RunJudges:
-        """Read what judges need before any process starts. replay: the run whose record is repeated. Raises ConfigError
-        as `Judging` and `JudgeRecord`.
+    def of(
+        cls,
+        config: RunConfig,
+        policy: ModelFolder,
+        folders: ModelFolders,
+        replay: Path | None,
+        prompts: Mapping[str, PromptDataset],
+    ) -> RunJudges:
+        """Read what judges need before any process starts. replay: the run whose record is repeated. prompts: key of
+        their files -> all prompts. Raises ConfigError as `Judging`, `JudgeRecord` and `check_rubrics`.
         """
+        check_rubrics(config, prompts)
         repeats, seed = replay if config.judges else None, config.trainer.seed
         if repeats is None and any(settings.judge.recorded for settings in config.judges.values()):
             if config.trainer.rollouts_from is None:

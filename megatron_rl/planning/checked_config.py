@@ -13,7 +13,7 @@ from megatron_rl.config.eval_config import for_evaluation
 from megatron_rl.config.keys import CRITIC, REF, followed_keys
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.roles import roles_of
+from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import PPO, TASKS, WITHOUT_ROLLOUT
@@ -133,7 +133,7 @@ MOST_NAMED = 5
 GROUPS = {
     CRITIC: ("critic", (f"{CRITIC}.",)),
     REF: ("reference", (f"{REF}.",)),
-    "reward_model": ("reward model", ("reward_model.model.", "reward_model.megatron.")),
+    REWARD_MODEL: ("reward model", ("reward_model.model.", "reward_model.megatron.")),
 }
 """Key of a role -> what it is called, and how the keys begin that nothing else reads."""
 
@@ -148,6 +148,8 @@ def idle_keys(config: RunConfig, given: Collection[str]) -> list[str]:
         return []
     present = {role.key for role in roles_of(config)}
     absent = {key: row for key, row in GROUPS.items() if key not in present}
+    if REWARD_MODEL in absent and REWARD_MODEL in config.judges:  # its prompt goes to the policy, or to nobody
+        absent[REWARD_MODEL] = ("judge with ranks", ("reward_model.megatron.",))
     if not absent:
         return []
     starts = tuple(f"{group}." for group in absent)

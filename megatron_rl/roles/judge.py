@@ -71,6 +71,7 @@ class Judge(Role):
                 text_only=source.model.family.inside is not None,
                 device=rank.device,
                 attention=source.model.attention,
+                cache_pool=f"megatron_rl KV cache of {spec.name}",
             )
             rank.ledger.note("init", self.memory())
             self.generator.sleep()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.rollout_keys import EARLIER, MTP, RolloutConfig
 from megatron_rl.model.parts import Attention
+from megatron_rl.rollout.kv_cache import POOL, POOL_OPTION
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,6 +41,7 @@ def engine_arguments(
     returns_experts: bool = False,
     tp_rank: int = 0,
     text_only: bool = False,
+    cache_pool: str = POOL,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`.
 
@@ -89,7 +91,8 @@ def engine_arguments(
             "compilation_config": compilation(config),
             # A part of the key under which vLLM keeps compiled code. Without it the key has the rank in the world, and
             # code for one place in a TP group, with its bounds of the vocabulary, would run in another.
-            "additional_config": {"tp_rank": tp_rank, **GATED_DELTA},
+            "additional_config": {"tp_rank": tp_rank, **GATED_DELTA}
+            | ({} if cache_pool == POOL else {POOL_OPTION: cache_pool}),
         }
     return arguments
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_rl.hybrid_engine.cuda_memory import pool
-from megatron_rl.rollout.kv_cache import POOL
+from megatron_rl.rollout.kv_cache import POOL, POOL_OPTION
 
 
 class StableWorker(Worker):
@@ -18,4 +18,6 @@ class StableWorker(Worker):
     """
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        return pool(POOL) if tag == POOL else nullcontext()
+        if tag != POOL:
+            return nullcontext()
+        return pool(self.vllm_config.additional_config.get(POOL_OPTION, POOL))

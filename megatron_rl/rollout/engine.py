@@ -28,7 +28,7 @@ from megatron_rl.rollout.arguments import FEATURES, engine_arguments, with_adapt
 from megatron_rl.rollout.bitwise_model import compute_bitwise
 from megatron_rl.rollout.image_inputs import reading_features, without_tokens
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
-from megatron_rl.rollout.kv_cache import KVCache
+from megatron_rl.rollout.kv_cache import POOL, KVCache
 from megatron_rl.rollout.shared_weights import MTPModel, register_shared_loader
 from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.adapter_views import using_adapters
@@ -138,7 +138,7 @@ class RolloutEngine:
     num_tokens: of the first ids, which may be sampled; None: all. placeholders: the ids that stand for images, none of
     which is sampled; requests may have images then. (): they have none.
     bitwise_frequencies: those of the trainer's rotary embedding, with whose arithmetic the model computes; None: with
-    vLLM's.
+    vLLM's. cache_pool: on CUDA the tag of its KV cache's memory, another one for each engine of the process.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class RolloutEngine:
         num_tokens: int | None = None,
         placeholders: Sequence[int] = (),
         bitwise_frequencies: torch.Tensor | None = None,
+        cache_pool: str = POOL,
     ) -> None:
         inspect_in_process(architecture, bool(placeholders))
         if mtp is not None:
@@ -170,7 +171,7 @@ class RolloutEngine:
         register_shared_loader(tensors, mtp)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
-        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)
+        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only, cache_pool)
         arguments |= FEATURES if placeholders else {}
         adapters = adapters or EngineAdapters({}, 0, 1.0)
         if adapters.tensors:
@@ -193,7 +194,7 @@ class RolloutEngine:
         elif placeholders and config.speculative is not None:
             draft_no(runner.drafter, placeholders)
         self.cache_peak = report_steps(self.llm.llm_engine)
-        self.kv_cache = KVCache(list(runner.kv_caches))
+        self.kv_cache = KVCache(list(runner.kv_caches), cache_pool)
         self._places = places(self._models, self.kv_cache.tensors)
         request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
         self.requests = InFlightRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)

@@ -8,17 +8,20 @@ from megatron_rl.hybrid_engine.stable_memory import adopt
 
 POOL = "kv_cache"
 """vLLM's own tag of the KV cache in its CUDA allocator."""
+POOL_OPTION = "kv_cache_pool"
+"""Entry of vLLM's `additional_config` with the tag of an engine that is not the process's first. vLLM keeps one memory
+pool for a tag, and a second engine with it would have torch drop the pool of the first."""
 
 
 class KVCache:
     """The engine's cache tensors. Their memory can be released; they stay at their addresses.
 
-    On CUDA they must be in the pool `POOL` (`cuda_worker.py`), else ValueError.
+    On CUDA they must be in the pool `pool` (`cuda_worker.py`), else ValueError.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], pool: str = POOL) -> None:
         self.tensors = tensors
-        self._memory = adopt(tensors, POOL)
+        self._memory = adopt(tensors, pool)
 
     @property
     def num_bytes(self) -> int:

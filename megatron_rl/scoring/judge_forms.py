@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,9 @@ from megatron_rl.config.judge_keys import (
     RESPONSES,
     RUBRIC,
 )
-from megatron_rl.errors import RewardError
+from megatron_rl.config.reward_keys import scoring_key
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.plain_values import finite_number, quote
 from megatron_rl.records import Conversation
 
@@ -103,6 +105,42 @@ def rubric_of(extra_info: Mapping[str, Any]) -> list[RubricLine]:
     if not any(criterion.weight > 0 for criterion in criteria):
         raise ValueError(f"extra_info[{RUBRIC_KEY}] must have a criterion of a weight above 0; it is {quote(given)}")
     return criteria
+
+
+class RubricRows(Protocol):
+    """Prompts whose rows may have rubrics."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+
+
+def check_rubrics(config: RunConfig, prompts: Mapping[str, RubricRows]) -> None:
+    """Raise ConfigError where a row that a judge with form=rubric scores has no rubric, or a damaged one.
+
+    prompts: key of files -> their prompts.
+    """
+    for name, judge in config.judges.items():
+        if judge.judge.form != RUBRIC:
+            continue
+        for key, dataset in prompts.items():
+            scored = [row for row in dataset.rows if judge.scores_source(row["data_source"])]
+            faults = {row["index"]: fault for row in scored if (fault := rubric_fault(row["extra_info"])) is not None}
+            if faults:
+                row, fault = next(iter(faults.items()))
+                raise ConfigError(
+                    f"{key}: {fault}, in row {row}; {len(faults)} of {len(scored)} rows have no rubric for "
+                    f"{scoring_key(name)}.judge.form={RUBRIC}; try: criteria in every row, or "
+                    f"{scoring_key(name)}.data_sources without such rows"
+                )
+
+
+def rubric_fault(extra_info: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the rubric of a row; None: nothing."""
+    try:
+        rubric_of(extra_info)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def question_text(prompt: Conversation) -> str:

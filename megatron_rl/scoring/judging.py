@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.judge_keys import GROUP, PAIRWISE
-from megatron_rl.config.reward_keys import ScoringModelConfig
+from megatron_rl.config.reward_keys import ScoringModelConfig, scoring_key
 from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Drawn, Start
 from megatron_rl.scoring.judge_forms import Ask, JudgedResponse, asks_of, question_text, scores_of
@@ -68,7 +68,7 @@ class Judging:
         self.settings = settings
         self.asker: Asker | None = None
         self._keys, self._policy, self._own, self._record = self.settings.judge, policy, own, record
-        key = f"{judge_key(name)}.judge"
+        key = f"{scoring_key(name)}.judge"
         assert self._keys.prompt is not None  # it is a judge
         self._prompts = JudgePrompts(key, self._keys.prompt, self._own, self._keys.max_prompt_length)
         self._read = VerdictReader(self._keys)
@@ -182,8 +182,3 @@ class Judging:
         return ModelScores(
             self.name, scores, self.settings.weight, rows=chosen, texts={"verdict": texts}, counts=further
         )
-
-
-def judge_key(name: str) -> str:
-    """The group of keys of a reward model."""
-    return name if name == "reward_model" else f"reward_models.{name}"

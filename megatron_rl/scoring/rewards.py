@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder, Model
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING, ScoringModelConfig
+from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING, ScoringModelConfig, scoring_key
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
@@ -213,19 +213,17 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
     Raises ConfigError where a folder has no statistics.
     """
     shapes = {}
-    for role in roles_of(config):
-        if not role.kind.gives_reward:
-            continue
-        keys, fixed = role.settings, None
+    for name, keys in config.scoring_models.items():
+        path, fixed = str(keys.model.path), None
         if keys.normalize_reward == HELD_OUT:
             try:
-                statistics = read_statistics(Path(role.model_path).expanduser())
+                statistics = read_statistics(Path(path).expanduser())
             except StatisticsError as error:
-                raise ConfigError(f"{role.model_key}={role.model_path}: {error}") from error
+                raise ConfigError(f"{scoring_key(name)}.model.path={path}: {error}") from error
             fixed = (statistics.mean, statistics.std)
         clip = None if keys.reward_clip_range is None else (keys.reward_clip_range[0], keys.reward_clip_range[1])
         if keys.normalize_reward is not None or clip is not None:
-            shapes[role.name] = ModelShaping(role.model_path, fixed, keys.normalize_reward == RUNNING, clip)
+            shapes[name] = ModelShaping(path, fixed, keys.normalize_reward == RUNNING, clip)
     return RewardShaping(shapes)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.problems import nearest_name, raise_problems
-from megatron_rl.config.roles import RoleSpec, roles_of
+from megatron_rl.config.reward_keys import ScoringModelConfig, scoring_key
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
+
+Named = Mapping[str, ScoringModelConfig]
+"""Reward models that name their sources, by name."""
 
 
 def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
@@ -17,26 +20,26 @@ def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
     Raises ConfigError for a source whose responses nothing scores, and for a source that a reward model names and that
     no prompt has.
     """
-    models = [role for role in roles_of(config) if role.kind.gives_reward]
-    named = [role for role in models if role.settings.data_sources is not None]
+    models = config.scoring_models
+    named = {name: model for name, model in models.items() if model.data_sources is not None}
     if not named:
         return []
     has_rule = trains_on_rule(config) and config.reward_model.rule_weight != 0
-    alone = sorted(set(sources) - scored_sources(models, sources))
+    alone = sorted(set(sources) - scored_sources(models.values(), sources))
     problems = [*_unknown(named, config, sources), *(() if has_rule else _unscored(named, config, alone))]
     raise_problems("this run cannot start", problems)
     return [f"responses to prompts of data source {source} are scored only by the reward function" for source in alone]
 
 
-def scored_sources(models: Iterable[RoleSpec], sources: Collection[str]) -> set[str]:
+def scored_sources(models: Iterable[ScoringModelConfig], sources: Collection[str]) -> set[str]:
     """Return the sources that a reward model with a weight other than 0 scores."""
-    counting = [role.settings.data_sources for role in models if role.settings.weight != 0]
+    counting = [model.data_sources for model in models if model.weight != 0]
     return {source for source in sources if any(own is None or source in own for own in counting)}
 
 
-def _unknown(named: Iterable[RoleSpec], config: RunConfig, sources: Collection[str]) -> Iterable[Violation]:
-    for role in named:
-        own, key = role.settings.data_sources, f"{role.key}.data_sources"
+def _unknown(named: Named, config: RunConfig, sources: Collection[str]) -> Iterable[Violation]:
+    for name, model in named.items():
+        own, key = model.data_sources or [], f"{scoring_key(name)}.data_sources"
         wrong = [source for source in own if source not in sources]
         if wrong:
             column = f"data.reward_fn_key={config.data.reward_fn_key}"
@@ -46,10 +49,10 @@ def _unknown(named: Iterable[RoleSpec], config: RunConfig, sources: Collection[s
             yield Violation({key: own}, rule, {key: list(dict.fromkeys(nearest))}, wrong_name=True)
 
 
-def _unscored(named: list[RoleSpec], config: RunConfig, alone: list[str]) -> Iterable[Violation]:
+def _unscored(named: Named, config: RunConfig, alone: list[str]) -> Iterable[Violation]:
     if not alone:
         return
-    settings = {f"{role.key}.data_sources": role.settings.data_sources for role in named}
+    settings = {f"{scoring_key(name)}.data_sources": model.data_sources or [] for name, model in named.items()}
     why = "reward_model.rule_weight=0" if trains_on_rule(config) else "there is no reward function"
     if uses_rule(config) and not trains_on_rule(config):
         why = "custom_reward_function.validation_only=true"

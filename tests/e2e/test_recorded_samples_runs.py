@@ -16,6 +16,11 @@ STALE = (
     *("trainer.rollout_ahead=1", "async_training.partial_rollout=true", "async_training.slice_steps=1"),
     *("actor_rollout_ref.rollout.over_sample_rate=0.3", "algorithm.rollout_correction.rollout_is=token"),
 )
+JUDGED = (  # the demo's own model, whose sums are numbers of a scale
+    *("reward_model.enable=true", "reward_model.model.path=assets/demo/model", "reward_model.judge.scale=[0,999]"),
+    *('reward_model.judge.prompt="{response}+{question}"', "reward_model.judge.max_prompt_length=40"),
+    *("reward_model.judge.temperature=1", "reward_model.judge.max_response_length=8"),
+)
 LATE = "rollout/late_groups"
 """The only metric here that is of generation and not of a clock."""
 
@@ -26,18 +31,24 @@ def digests(run):
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-@pytest.mark.parametrize("keys", [(), STALE], ids=["synchronous", "stale"])
-def test_recorded_samples_train_the_same_model_bit_for_bit(command_line, recorded, keys):
-    """Weights, metrics and every number of every token, also of tokens that earlier weights sampled. Would not catch a
-    difference on several ranks.
+@pytest.mark.parametrize(
+    ("keys", "further"),
+    [((), ()), (STALE, ()), (JUDGED, ("reward_model.judge.recorded=true",))],
+    ids=["synchronous", "stale", "judged"],
+)
+def test_recorded_samples_train_the_same_model_bit_for_bit(command_line, recorded, keys, further):
+    """Weights, metrics and every number of every token, also of tokens that earlier weights sampled, and with verdicts
+    of a judge that is not started again. Would not catch a difference on several ranks.
     """
     first = recorded("all samples", *SHORT, *STEPS, *keys)
-    again = command_line(*SHORT, *STEPS, *keys, "--rollouts-from", str(first.run))
+    again = command_line(*SHORT, *STEPS, *keys, *further, "--rollouts-from", str(first.run))
     assert again.wait() == 0, again.text()
     trained = {step: {name: line[name] for name in line if name != LATE} for step, line in metrics(first).items()}
     assert metrics(again) == trained and digests(again) == digests(first)
     assert all(read_step(file).is_whole for file in recorded_files(first.run).values())
-    assert max(line.get("staleness/max", 0) for line in trained.values()) == (1 if keys else 0)
+    assert max(line.get("staleness/max", 0) for line in trained.values()) == (1 if keys == STALE else 0)
+    judged = [line.get("reward/rm_unparsed/mean", 1.0) for line in trained.values()]
+    assert (max(judged) < 1) == (keys == JUDGED), judged
 
 
 def test_recorded_samples_can_be_argued_with(command_line, recorded):

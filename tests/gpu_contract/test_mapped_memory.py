@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vllm.device_allocator import AllocationData, cumem
 from megatron_rl.device import GIVEN_BACK, GivenBack
 from megatron_rl.hybrid_engine.cuda_memory import MappedMemory, allocations_of, allocator
 from megatron_rl.hybrid_engine.stable_memory import drop_pages, own_pages
-from megatron_rl.rollout.kv_cache import POOL
+from megatron_rl.rollout.kv_cache import POOL, POOL_OPTION
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -229,10 +230,12 @@ def test_only_the_kv_cache_is_made_in_a_pool(monkeypatch: pytest.MonkeyPatch) ->
     tags = [ast.literal_eval((call.args or [keyword.value for keyword in call.keywords])[0]) for call in asks]
     assert POOL in tags and len(tags) > 2
     worker = cuda_worker.StableWorker.__new__(cuda_worker.StableWorker)
-    for tag in tags:
-        with getattr(worker, ASKED)(tag=tag):
-            pass
-    assert entered == [POOL]
+    for options in ({}, {POOL_OPTION: "of a judge"}):
+        worker.vllm_config = SimpleNamespace(additional_config=options)
+        for tag in tags:
+            with getattr(worker, ASKED)(tag=tag):
+                pass
+    assert entered == [POOL, "of a judge"]
 
 
 ASKED = "_maybe_get_memory_pool_context"

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
+from megatron_rl.config.judge_rules import judge_problems
 from megatron_rl.config.load import read_config
 from megatron_rl.config.validate import reward_problems
+from megatron_rl.planning.checked_config import idle_keys
 from megatron_rl.planning.file_rules import filter_problems, reward_function_problems, statistics_problems
+from megatron_rl.scoring.rewards import reward_shaping
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
 
@@ -30,6 +33,36 @@ def test_statistics_must_be_there(tmp_path: Path, group: str):
     assert list(statistics_problems(config)) == []
     config, _ = read_config(DEMO, [*reversed(keys), f"{group}.normalize_reward=running"])
     assert list(statistics_problems(config)) == []
+
+
+JUDGE = ("reward_model.enable=true", "reward_model.model.path=self", 'reward_model.judge.prompt="{response}?"')
+SHORT = ("reward_model.judge.max_prompt_length=8", "reward_model.judge.max_response_length=4")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (SHORT, ""),
+        ((*SHORT, "reward_model.normalize_reward=running", "reward_model.reward_clip_range=[-1,1]"), ""),
+        ((*SHORT, "reward_model.normalize_reward=held_out"), "it is a judge; try: running"),
+        ((*SHORT, "reward_model.judge.verdicts={good: yes}"), "must be words with scores that are finite"),
+        ((*SHORT, "reward_model.judge.scale=[1,1]"), "must be [lowest, highest]"),
+        ((*SHORT, "reward_model.judge.form=rubric"), "must have {criterion}"),
+        ((), "as reward_model.model.path=self"),
+    ],
+)
+def test_keys_of_a_judge(keys: tuple[str, ...], problem: str):
+    """Of the policy as its own judge, whose scores are shaped as those of other models are. Would not catch a template
+    that the judge's tokenizer refuses.
+    """
+    config, _ = read_config(DEMO, [*JUDGE, *keys])
+    said = [str(one) for one in judge_problems(config)]
+    assert [problem in one for one in said] == ([True] if problem else []), said
+    shape = reward_shaping(config).shapes.get("reward_model") if not problem else None
+    assert (shape is not None) == ("reward_model.normalize_reward=running" in keys)
+    assert idle_keys(config, ["reward_model.model.path"]) == []
+    key = "reward_model.megatron.param_offload"
+    assert idle_keys(config, [key]) == [f"without effect: {key}, because this run has no judge with ranks"]
 
 
 OF_GROUPS, NAME = "custom_reward_function.per_group", "custom_reward_function.name"

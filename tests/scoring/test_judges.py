@@ -9,9 +9,19 @@ from transformers import AutoTokenizer
 
 from megatron_rl.config.judge_keys import JudgeConfig
 from megatron_rl.config.judge_rules import prompt_problems
+from megatron_rl.config.reward_keys import ScoringModelConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.records import Sampling
-from megatron_rl.scoring.judge_forms import Ask, JudgedResponse, asks_of, question_text, rubric_of, scores_of
+from megatron_rl.scoring.judge_forms import (
+    Ask,
+    JudgedResponse,
+    asks_of,
+    check_rubrics,
+    question_text,
+    rubric_of,
+    scores_of,
+)
 from megatron_rl.scoring.judge_prompts import JudgePrompts, within
 from megatron_rl.scoring.judge_record import FILE, JudgeRecord, Written, key_of
 from megatron_rl.scoring.judge_verdicts import VerdictReader
@@ -120,6 +130,25 @@ def test_a_rubric_is_a_weighted_share_of_criteria():
             rubric_of(wrong)
     with pytest.raises(RewardError, match="of the prompt 'q'"):
         asks_of("rubric", [CASES[0]._replace(extra_info={})])
+
+
+class Rows:
+    def __init__(self, *rubrics):
+        self.rows = [{"index": n, "data_source": "b", "extra_info": {"rubric": each}} for n, each in enumerate(rubrics)]
+
+
+def test_a_row_without_a_rubric_is_named_before_a_run_starts():
+    """By key, row and field; a judge asks for rubrics of its own sources alone."""
+    judged = ScoringModelConfig(judge=JudgeConfig(prompt="{response}{criterion}", form="rubric"))
+    config = RunConfig(reward_models={"strict": judged})
+    check_rubrics(config, {"data.train_files": Rows(["short"])})
+    with pytest.raises(ConfigError) as raised:
+        check_rubrics(config, {"data.train_files": Rows(["short"]), "data.val_files": Rows(["a"], "one", [3])})
+    first, hint = str(raised.value).split("; 2 of 3 rows have no rubric for reward_models.strict.judge.form=rubric; ")
+    assert first.startswith("data.val_files: extra_info[rubric] must have a criterion") and first.endswith("in row 1")
+    assert "reward_models.strict.data_sources" in hint
+    judged.data_sources = ["a"]
+    check_rubrics(config, {"data.val_files": Rows("one")})
 
 
 def test_a_group_is_fenced_by_what_no_response_has():
