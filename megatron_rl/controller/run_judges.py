@@ -114,6 +114,8 @@ class RunJudges:
                 continue
             if judge.settings.asks_policy:
                 judge.asker = PolicyAsJudge(sampler)
+                # A question interrupts the recorded schedule of replicas, and so does its repetition.
+                judge.is_asked_in_replays = isinstance(sampler, ReplicaSampler)
                 continue
             spec = placement.roles[judge.name]
             num_ranks = placement.pool_of(judge.name).world_size

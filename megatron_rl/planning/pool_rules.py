@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from megatron_rl.config.keys import ACTOR
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.reward_keys import scoring_key
 from megatron_rl.config.role_kinds import KINDS
 from megatron_rl.config.roles import (
     REWARD_MODEL,
@@ -151,6 +152,18 @@ def _judge_problems(roles: list[RoleSpec], config: RunConfig) -> Iterable[Violat
             reason = "is the pool of replicas, which generate while others train and have no time for a judge"
             hint = f"try: {role.key}.pool={actor}, or a pool of its own"
             yield Violation({f"{role.key}.pool": role.pool}, reason, hint=hint)
+    filters = "algorithm.filter_groups.enable"
+    if not (config.algorithm.filter_groups.enable and config.samples_ahead and where != actor):
+        return
+    for name, judge in config.judges.items():
+        if judge.asks_policy:
+            key = f"{scoring_key(name)}.model.path"
+            reason = (
+                "cannot score groups for dynamic sampling: replicas reply by a schedule that waits for the verdicts"
+            )
+            yield Violation(
+                {key: judge.model.path, filters: True}, reason, {filters: False}, "or a folder as the judge"
+            )
 
 
 def _made_pool_problems(config: RunConfig, roles: list[RoleSpec], name: str, reason: str) -> Iterable[Violation]:

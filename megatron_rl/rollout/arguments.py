@@ -41,7 +41,6 @@ def engine_arguments(
     returns_experts: bool = False,
     tp_rank: int = 0,
     text_only: bool = False,
-    cache_pool: str = POOL,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`.
 
@@ -91,10 +90,16 @@ def engine_arguments(
             "compilation_config": compilation(config),
             # A part of the key under which vLLM keeps compiled code. Without it the key has the rank in the world, and
             # code for one place in a TP group, with its bounds of the vocabulary, would run in another.
-            "additional_config": {"tp_rank": tp_rank, **GATED_DELTA}
-            | ({} if cache_pool == POOL else {POOL_OPTION: cache_pool}),
+            "additional_config": {"tp_rank": tp_rank, **GATED_DELTA},
         }
     return arguments
+
+
+def with_cache_pool(arguments: dict[str, Any], tag: str) -> dict[str, Any]:
+    """Return arguments of an engine whose KV cache has this tag on CUDA; with vLLM's own tag they stay as they are."""
+    if tag == POOL or "worker_cls" not in arguments:
+        return arguments
+    return arguments | {"additional_config": arguments["additional_config"] | {POOL_OPTION: tag}}
 
 
 def beside_drafts(

@@ -24,7 +24,7 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.rollout.addresses import must_stay, places
-from megatron_rl.rollout.arguments import FEATURES, engine_arguments, with_adapter
+from megatron_rl.rollout.arguments import FEATURES, engine_arguments, with_adapter, with_cache_pool
 from megatron_rl.rollout.bitwise_model import compute_bitwise
 from megatron_rl.rollout.image_inputs import reading_features, without_tokens
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
@@ -171,7 +171,8 @@ class RolloutEngine:
         register_shared_loader(tensors, mtp)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
-        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only, cache_pool)
+        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)
+        arguments = with_cache_pool(arguments, cache_pool)
         arguments |= FEATURES if placeholders else {}
         adapters = adapters or EngineAdapters({}, 0, 1.0)
         if adapters.tensors:

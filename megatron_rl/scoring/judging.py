@@ -51,7 +51,8 @@ class Judging:
     """One judge as the controller asks it.
 
     name: that of the reward model. policy: the tokenizer of the responses. own: the judge's tokenizer. asker: set
-    before the first call, unless all is recorded. seed_of: (digest of a question, attempt) -> seed of the reply.
+    before the first call, unless all is recorded. is_asked_in_replays: whether a replay does not take its replies from
+    the record. seed_of: (digest of a question, attempt) -> seed of the reply.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Judging:
         self.name = name
         self.settings = settings
         self.asker: Asker | None = None
+        self.is_asked_in_replays = False
         self._keys, self._policy, self._own, self._record = self.settings.judge, policy, own, record
         key = f"{scoring_key(name)}.judge"
         assert self._keys.prompt is not None  # it is a judge
@@ -77,7 +79,7 @@ class Judging:
     @property
     def is_recorded(self) -> bool:
         """Whether its verdicts are repeated, and it is not asked."""
-        return self._record.is_replay or self._keys.recorded
+        return self._keys.recorded or (self._record.is_replay and not self.is_asked_in_replays)
 
     def start(self, rows: Batch, chosen: torch.Tensor | None) -> Callable[[], ModelScores]:
         """Ask about responses; the result waits for the judge. chosen: see `ModelScores.rows`.
