@@ -51,6 +51,17 @@ class Environment:
     def opening(self): return self.text
     def step(self, turn): return self.text, 1.0, False
 """
+TOLD = """
+from megatron_rl.agents.observation import Observation
+class Environment:
+    def reset(self, row): self.said = []
+    def step(self, turn):
+        self.said.append(turn.text)
+        return "more", 0.25, False
+    def cut(self, turn):
+        assert turn.is_cut and turn.num_tokens == 3, turn
+        return eval(turn.text, {"said": self.said, "Observation": Observation})
+"""
 ONE_HANGS = """
 import {module} as way
 class Environment:
@@ -104,6 +115,36 @@ def play(environments: EnvironmentProcesses | EnvironmentsHere, *jobs: TurnJob) 
     while len(answers) < len(jobs):
         answers.update(environments.take(waits=True))
     return [answers[number] for number in range(len(jobs))]
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        ("len(said) / 2", Observation((), 0.5, True)),
+        ("None", Observation((), 0.0, True)),
+        ("('ignored', 2.0, False)", Observation((), 2.0, True)),
+        ("Observation((), 1, False, {'left': 2})", Observation((), 1.0, True, {"left": 2.0})),
+        ("'good'", "no_answer"),
+        ("float('nan')", "no_answer"),
+        ("said[7]", "raised"),
+    ],
+)
+def test_an_environment_is_told_that_its_episode_is_over(tmp_path, given: str, end):
+    """`cut` gets the turn that was cut, and gives the last reward: here, and in a process where another environment
+    plays the turn before again. Would not catch a run that never calls it; a run of test_agent_runs.py does.
+    """
+    told = source(tmp_path, TOLD)
+    before = (Turn("1"), Observation(({"role": "user", "content": "more"},), 0.25))
+    over = replace(job(1, "", before), turn=Turn(given, num_tokens=3, is_cut=True), is_over=True)
+    assert told.host().hears_cuts and not source(tmp_path).host().hears_cuts
+    source(tmp_path, TOLD)
+    with EnvironmentsHere(told.host()) as here, EnvironmentProcesses(told, 1, 60.0, hears_cuts=True) as processes:
+        for environments in (here, processes):
+            [got] = play(environments, over)
+            assert got == end or isinstance(got, EpisodeFailure) and (got.cause, "cut" in got.reason) == (
+                end,
+                end == "no_answer",
+            ), got
 
 
 NEXT = "(str(self.total), 0.25, False)"

@@ -151,6 +151,22 @@ async def graded(task: dict, endpoint) -> float:
     return 2 * GRADE
 
 
+class Told:
+    """Never satisfied; gives the same grades as `graded` once it hears that nothing is left."""
+
+    def reset(self, row: dict) -> None:
+        self.played = 0
+
+    def step(self, turn):
+        assert not turn.is_cut
+        self.played += 1
+        return "no=", 0.0, False
+
+    def cut(self, turn) -> float:
+        assert turn.is_cut and self.played + (turn.num_tokens > 0)
+        return 2 * GRADE if turn.num_tokens else GRADE
+
+
 async def fails_first(task: dict, endpoint) -> float:
     """One prompt in eight is never asked."""
     if task["index"] % 8 == 1:

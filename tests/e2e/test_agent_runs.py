@@ -117,16 +117,19 @@ def test_a_run_of_agents_is_repeated_without_its_environment(command_line) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("turns", ["null", "2"])
-def test_every_episode_that_is_cut_has_its_grade(command_line, turns: str) -> None:
-    """Ahead of training, agents that ask until nothing is left, by tokens and by turns: each of more than 100 episodes
-    has its grade and counts as truncated, in the run and in a replay without agents. Would not catch an environment's
-    `cut`; test_environments.py does.
+@pytest.mark.parametrize("kind", ["agent", "environment"])
+def test_every_episode_that_is_cut_has_its_grade(command_line, kind: str, turns: str) -> None:
+    """Ahead of training, agents that ask until nothing is left, and environments with `cut`, by tokens and by turns:
+    each of more than 100 episodes has its grade and counts as truncated, in the run and in a replay without them.
+    Would not catch what an environment returns in place of a number; test_environments.py does.
     """
     keys = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.test_freq=5040")
     limit = (f"{TURNS}.max_assistant_turns={turns}", "data.max_response_length=24")
-    run = command_line(*keys, *agent(FILE, "name=graded"), *limit, config=ASYNC)
+    played = agent(FILE, "name=graded") if kind == "agent" else environment("Told")
+    unplayed = agent(FILE, "name=forbidden") if kind == "agent" else environment("Forbidden")
+    run = command_line(*keys, *played, *limit, config=ASYNC)
     assert run.wait() == 0, run.text()
-    again = command_line(*keys, *agent(FILE, "name=forbidden"), *limit, f"--replay={run.run}", config=ASYNC)
+    again = command_line(*keys, *unplayed, *limit, f"--replay={run.run}", config=ASYNC)
     assert again.wait() == 0, again.text()
     assert_same_bits(again, run)
     for one in (run, again):
