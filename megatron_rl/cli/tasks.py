@@ -26,6 +26,7 @@ from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.terminal import Announcer, Terminal
 from megatron_rl.planning.checked_config import checked, commanded
+from megatron_rl.planning.file_rules import INTERPRETER
 from megatron_rl.planning.preset_section import left_out_lines
 from megatron_rl.roles.environment import worker_environment
 
@@ -54,7 +55,7 @@ def train_command(
 ) -> None:
     """Train with RL: PPO, GRPO, ... Metrics, curves and the model go to trainer.default_local_dir."""
     given = [] if rollouts_from is None else [f"trainer.rollouts_from={rollouts_from}"]
-    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse)
+    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, is_replay=replay is not None)
     if replay is not None:
         check_replay(run_config, replay)
     run_config = made_ready(run_config, local)
@@ -117,8 +118,10 @@ def startable(
     task: str,
     collapse: bool,
     further: Callable[[RunConfig], RunConfig] = lambda config: config,
+    is_replay: bool = False,
 ) -> RunConfig:
-    """Read the configuration of a task. further: a last change of it.
+    """Read the configuration of a task. further: a last change of it. is_replay: turns have their replies, and the
+    interpreter of environments need not exist.
 
     Raises ConfigError with everything that is wrong; notes go to stderr.
     """
@@ -128,7 +131,8 @@ def startable(
         return further(for_evaluation(config) if config.trainer.val_only else config)
 
     run = checked(path, overrides, change=change, task=task)
-    raise_problems("this run cannot start", run.violations)
+    unused = {INTERPRETER} if is_replay else set()
+    raise_problems("this run cannot start", [each for each in run.violations if each.settings.keys() != unused])
     assert run.config is not None  # a file without a configuration has violations
     notes = [f"{note.kind.value}: {note}" for note in run.notes]
     for line in (*notes, *left_out_lines(run.config), *run.idle, *run.unread):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.adapter_files import PREFIX
 from megatron_rl.config.algorithms import has_scores, trains_on_rule, uses_rule
 from megatron_rl.config.declarations import REWARDS
 from megatron_rl.config.judge_rules import judge_problems
@@ -105,6 +106,13 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
     if keys.python is not None and keys.environment.path is None and keys.agent.path is None:
         rule = "runs environment.path or agent.path, and neither is set: tools and commands have the run's own"
         yield Violation({f"{key}.python": keys.python}, rule, {f"{key}.python": None})
+    for name, path in ((f"{key}.environment.path", keys.environment.path), (f"{key}.agent.path", keys.agent.path)):
+        if keys.python is None and path is not None and path.startswith(PREFIX):
+            package = path.removeprefix(PREFIX)
+            rule = f"must be an interpreter that has the packages of {path}: the run's own stays without them"
+            hint = f"make one: python -m venv envs/{package}, and envs/{package}/bin/python -m pip install PACKAGES"
+            near = {f"{key}.python": f"envs/{package}/bin/python"}
+            yield Violation({f"{key}.python": None, name: path}, rule, near, hint)
     if keys.agent.command == []:
         yield Violation({f"{key}.agent.command": []}, "must name a program", {f"{key}.agent.command": None})
 

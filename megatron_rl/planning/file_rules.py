@@ -46,6 +46,7 @@ UserDefinition = EnvironmentConfig | AgentConfig | PromptSamplerConfig | FilterG
 GROUP_FUNCTION = "compute_group_scores"
 """The usual name of a reward function with custom_reward_function.per_group."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
+INTERPRETER = f"{TURNS}.python"
 FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
 """Keys of folders and files that a run writes."""
@@ -69,7 +70,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
             yield from _definition_problems(f"{TURNS}.environment", turns.environment, "class", ast.ClassDef)
             yield from _definition_problems(f"{TURNS}.agent", turns.agent, "function", *FUNCTIONS)
             yield from _command_problems(f"{TURNS}.agent.command", turns.agent.command)
-            wrong = None if turns.python is None else interpreter_problem(turns.python, f"{TURNS}.python")
+            wrong = None if turns.python is None else interpreter_problem(turns.python, INTERPRETER)
             yield from () if wrong is None else (wrong,)
             key, tools = turns.tools_file or ("", None)
             suffixes = (".py",) if key == "function_tool_path" else (".yaml", ".yml")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_rl.cli.tasks import startable
 from megatron_rl.config.load import load_config
+from megatron_rl.config.tasks import PPO
+from megatron_rl.errors import ConfigError
 from megatron_rl.planning.preflight import preflight
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -28,6 +33,10 @@ def said(*overrides: str) -> str:
         ((ON, f"{TURNS}.tool_config_path=tools.yaml"), "tool_config_path=tools.yaml must be"),
         ((AGENT,), "multi_turn.enable=false must be true, as"),
         ((ON,), "must be a Python file"),
+        (
+            (ON, f"{TURNS}.environment.path=adapter:gymnasium"),
+            "try: actor_rollout_ref.rollout.multi_turn.python=envs/gymnasium/bin/python",
+        ),
     ],
 )
 def test_what_answers_turns_is_named_once(overrides, sentence):
@@ -38,3 +47,13 @@ def test_what_answers_turns_is_named_once(overrides, sentence):
 def test_an_agent_rewards():
     """A run without a rule needs none. Would not catch an agent that gives nothing."""
     assert said(ON, AGENT, f"{TURNS}.agent.name=three_tries") == ""
+
+
+def test_a_replay_needs_no_interpreter():
+    """A run does. Would not catch a replay that would start it; tests/agents has that it does not."""
+    keys = (ON, AGENT, f"{TURNS}.agent.name=three_tries", f"{TURNS}.python=/nowhere/python")
+    given = ["custom_reward_function.path=null", "custom_reward_function.name=null", *keys]
+    run = startable(Path("configs/grpo_cpu.yaml"), given, PPO, False, is_replay=True)
+    assert run.actor_rollout_ref.rollout.multi_turn.python == "/nowhere/python"
+    with pytest.raises(ConfigError, match="/nowhere/python must be a Python interpreter"):
+        startable(Path("configs/grpo_cpu.yaml"), given, PPO, False)
