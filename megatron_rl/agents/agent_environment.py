@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.agents.agent_programs import ARGUMENTS, AgentProgram, CommandAgent, FunctionAgent, Start
 from megatron_rl.agents.chat_request import ChatRequest
-from megatron_rl.agents.endpoint import LARGEST_BODY, Endpoint, Session, largest_body
+from megatron_rl.agents.endpoint import Endpoint, EndpointLimits, Session
 from megatron_rl.agents.environment_host import EnvironmentHost
 from megatron_rl.agents.environment_source import EnvironmentSource
 from megatron_rl.agents.image_parts import EpisodeImages, as_url
@@ -49,14 +49,19 @@ class AgentEnvironment:
         return asked.opening
 
     async def step(self, turn: Turn) -> Observation:
-        """Give the agent its reply and return the messages of its next request; it is done when the agent is."""
+        """Give the agent its reply and return the messages of its next request; it is done when the agent is. A request
+        that it has cancelled had no reader, and the next one begins another conversation.
+        """
         assert self._session is not None and self._asked is not None
         self._session.answer(turn)
         asked, before = await self._next_request(), self._asked
+        is_unread = self._session.take_unread()
         reward, counts = self._earned()
         if asked is None:
-            return Observation((), reward, True, counts)
+            return Observation((), reward, True, counts, is_unread=is_unread)
         self._asked = asked
+        if is_unread:
+            return Observation((), reward, False, counts, asked.opening, is_unread=True)
         new = asked.after(before, turn)
         if not new:
             return Observation((), reward, False, counts, asked.opening)
@@ -79,8 +84,10 @@ class AgentEnvironment:
             if not self._session.num_late:
                 raise
             has_grade = False
+        is_unread = self._session.take_unread()
         reward, counts = self._earned()
-        return Observation((), reward, True, counts if has_grade else counts | {"agent_ungraded": 1.0})
+        counts |= {} if has_grade else {"agent_ungraded": 1.0}
+        return Observation((), reward, True, counts, is_unread=is_unread)
 
     def _earned(self) -> tuple[float, dict[str, float]]:
         """The reward since the last look, and what is counted."""
@@ -88,9 +95,11 @@ class AgentEnvironment:
         reward, self._session.reward = self._session.reward, 0.0
         refused, self._session.num_refused = self._session.num_refused, 0
         strangers, self._endpoint.num_unauthorized = self._endpoint.num_unauthorized, 0
-        known = {"agent_refused": float(refused), "agent_unauthorized": float(strangers)}
+        closed, self._endpoint.num_closed = self._endpoint.num_closed, 0
+        known = {"agent_refused": float(refused), "agent_unauthorized": float(strangers), "agent_closed": float(closed)}
         unknown, self._session.num_unknown_fields = self._session.num_unknown_fields, 0
-        known["agent_unknown_fields"] = float(unknown)
+        cancelled, self._session.num_cancelled = self._session.num_cancelled, 0
+        known |= {"agent_unknown_fields": float(unknown), "agent_cancelled": float(cancelled)}
         return reward, {name: number for name, number in known.items() if number}
 
     async def close(self) -> None:
@@ -158,7 +167,7 @@ def task_of(row: TaskRow) -> TaskRow:
 @dataclass(frozen=True)
 class AgentSource(EnvironmentSource):
     """Agents: the function `name` of the file `path`, or a command. key: of the path. timeout_s: between requests.
-    num_tokens: that a conversation may have. reads_images: requests may show some. kwargs: the function's.
+    limits: bound its requests. kwargs: the function's.
     """
 
     path: str | None
@@ -166,22 +175,20 @@ class AgentSource(EnvironmentSource):
     key: str
     command: tuple[str, ...]
     timeout_s: float
-    num_tokens: int = LARGEST_BODY
-    reads_images: bool = False
+    limits: EndpointLimits = EndpointLimits(1 << 26)
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     noun = "the agent"
 
     def host(self) -> EnvironmentHost:
-        start = self._start()
-        endpoint = Endpoint(largest_body(self.num_tokens, self.reads_images), self.num_tokens)
+        start, endpoint = self._start(), Endpoint(self.limits)
         return EnvironmentHost(
-            lambda: AgentEnvironment(start, endpoint, self.timeout_s, self.reads_images),
+            lambda: AgentEnvironment(start, endpoint, self.timeout_s, self.limits.reads_images),
             is_async=True,
             limit=WHOLE_TEXTS,
             opens=True,
             close=endpoint.stop,
-            reads_images=self.reads_images,
+            reads_images=self.limits.reads_images,
             hears_cuts=True,
         )
 

@@ -70,7 +70,8 @@ def answer_from_json(content: Any) -> Answer:
         if is_valid and all(finite_number(value) is not None for value in counts.values()):
             anew = content.get("anew")
             again = None if anew is None else _opening(anew)
-            return Observation(tuple(messages), reward, is_done, counts, again, _options(content))
+            is_unread = content.get("is_unread", False) is True
+            return Observation(tuple(messages), reward, is_done, counts, again, _options(content), is_unread)
     except (KeyError, TypeError, AttributeError):
         pass
     raise ValueError(f"{content!r:.80}")

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest, OutOfTokensError
 from megatron_rl.agents.image_parts import EpisodeImages, Images
-from megatron_rl.agents.observation import Turn
+from megatron_rl.agents.observation import EpisodeError, Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
 from megatron_rl.agents.openai_responses import OpenAIResponses
 from megatron_rl.agents.request_fields import num_unknown
@@ -51,6 +52,10 @@ def _is_own(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], BROKEN))
 
 
+def _is_connected(request: web.Request) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
+
+
 def largest_body(num_tokens: int, reads_images: bool = False) -> int:
     """Return how many bytes a request may have whose conversation may have some tokens. reads_images: it may have
     images, whose bytes do not depend on their tokens.
@@ -58,27 +63,60 @@ def largest_body(num_tokens: int, reads_images: bool = False) -> int:
     return LARGEST_BODY if reads_images else min(LARGEST_BODY, FIXED_BYTES + BYTES_PER_TOKEN * num_tokens)
 
 
+IsConnected = Callable[[], bool]
+"""Whether a client has not hung up."""
+
+
+@dataclass(frozen=True)
+class EndpointLimits:
+    """num_tokens: that a conversation may have. reads_images: its requests may show some. max_bytes: of one request;
+    None: as its tokens need. max_open: sessions at once; None: any number. idle_s: seconds that a client may send
+    nothing.
+    """
+
+    num_tokens: int = 0
+    reads_images: bool = False
+    max_bytes: int | None = None
+    max_open: int | None = None
+    idle_s: float = 3630.0
+
+    @property
+    def body(self) -> int:
+        """Bytes that one request may have."""
+        return self.max_bytes or largest_body(self.num_tokens, self.reads_images)
+
+
 @dataclass
 class _Open:
-    """A request of an agent, and the turn that answers it once it is there."""
+    """A request of an agent, and the turn that answers it once it is there. clients: that have sent it. is_read: one
+    of them has got the turn.
+    """
 
     request: ChatRequest
     number: int
     turn: asyncio.Future[Turn]
+    clients: list[IsConnected]
+    is_read: bool = False
+
+    @property
+    def has_client(self) -> bool:
+        """Whether a client waits for the turn."""
+        return any(is_connected() for is_connected in self.clients)
 
 
 @dataclass
 class Session:
     """The conversation of one agent. base_url, api_key: what its client needs. reward: what it has earned since the
-    last look. num_refused: requests that could not be answered. num_late: those after the episode had no tokens or
-    turns left. num_unknown_fields: of requests, that no list of fields has. images: those of its requests; None: the
-    run reads text alone.
+    last look. num_refused: requests that could not be answered. num_cancelled: those that had no reader. num_late:
+    those after the episode had no tokens or turns left. num_unknown_fields: of requests, that no list of fields has.
+    images: those of its requests; None: the run reads text alone.
     """
 
     base_url: str
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     reward: float = 0.0
     num_refused: int = 0
+    num_cancelled: int = 0
     images: EpisodeImages | None = None
     num_late: int = 0
     num_unknown_fields: int = 0
@@ -86,17 +124,31 @@ class Session:
     _requests: asyncio.Queue[_Open] = field(default_factory=asyncio.Queue)
     _known: list[_Open] = field(default_factory=list)
     _last: _Open | None = None
+    _answered: _Open | None = None
     _num_turns: int = 0
 
     async def next_request(self) -> ChatRequest:
-        """Wait for the agent's next request."""
-        self._last = await self._requests.get()
-        return self._last.request
+        """Wait for the agent's next request that has not been cancelled."""
+        while not (new := await self._requests.get()).has_client:
+            self.num_cancelled += 1
+            self._known = [known for known in self._known if known is not new]
+            new.turn.cancel()
+        self._last = new
+        return new.request
 
     def answer(self, turn: Turn) -> None:
         """Answer the last request."""
+        self._answered = self._last
         if self._last is not None and not self._last.turn.done():
+            self._last.is_read = self._last.has_client
             self._last.turn.set_result(turn)
+
+    def take_unread(self) -> bool:
+        """Return, and count, whether the last response had no reader. A client that asked again has read it."""
+        answered, self._answered = self._answered, None
+        is_unread = answered is not None and not answered.is_read
+        self.num_cancelled += is_unread
+        return is_unread
 
     def end_turns(self) -> None:
         """Refuse requests from here on: the episode has no tokens or turns left."""
@@ -111,35 +163,45 @@ class Session:
         for known in self._known:
             known.turn.cancel()
 
-    async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[int, Turn]:
+    async def ask(self, request: ChatRequest, is_retry: bool, client: IsConnected) -> tuple[int, Turn]:
         """(number, the policy's turn); requests wait for each other. is_retry: the client has sent the same before and
         had no reply. Raises OutOfTokensError once the episode has none left.
         """
         known = next((known for known in self._known if is_retry and known.request == request), None)
         if known is not None:
+            known.clients.append(client)
+            known.is_read |= known.turn.done()
             return known.number, await asyncio.shield(known.turn)
         if self.is_over:
             raise OutOfTokensError
         self._num_turns += 1
-        new = _Open(request, self._num_turns, asyncio.get_running_loop().create_future())
+        new = _Open(request, self._num_turns, asyncio.get_running_loop().create_future(), [client])
         self._known = [known for known in self._known if known is self._last or not known.turn.done()] + [new]
         self._requests.put_nowait(new)
         return new.number, await asyncio.shield(new.turn)
 
 
 class Endpoint:
-    """Serves sessions in the running event loop. num_unauthorized: requests with another key."""
+    """Serves sessions in the running event loop. num_unauthorized: requests with another key. num_closed: sessions
+    that were not opened, as there were too many.
+    """
 
-    def __init__(self, largest_body: int = LARGEST_BODY, num_tokens: int = 0) -> None:
-        """largest_body: bytes of one request. num_tokens: that a conversation may have."""
-        self._largest_body, self._num_tokens = largest_body, num_tokens
+    def __init__(self, limits: EndpointLimits = EndpointLimits(max_bytes=LARGEST_BODY)) -> None:
+        self.limits = limits
+        self.num_closed = 0
         self._sessions: dict[str, Session] = {}
         self._listening: asyncio.Task[str] | None = None
         self._runner: web.AppRunner | None = None
         self.num_unauthorized = 0
 
     async def open(self, images: EpisodeImages | None = None) -> Session:
-        """Open a session; the first one begins to listen. images: gets those of its requests."""
+        """Open a session; the first one begins to listen. images: gets those of its requests. Raises EpisodeError where
+        as many are open as may be.
+        """
+        if self.limits.max_open is not None and len(self._sessions) >= self.limits.max_open:
+            self.num_closed += 1
+            limit = f"multi_turn.agent.max_open={self.limits.max_open}"
+            raise EpisodeError("no_answer", f"{limit} agents are at work in this process; try: a larger number of them")
         if self._listening is None:
             self._listening = asyncio.ensure_future(self._listen())
         session = Session(await self._listening, images=images)
@@ -160,13 +222,16 @@ class Endpoint:
 
     async def _listen(self) -> str:
         """Listen on a free port; returns the URL."""
-        app = web.Application(client_max_size=self._largest_body)
+        app = web.Application(client_max_size=self.limits.body)
         for start in ("", SESSION_PATH):
             for protocol in PROTOCOLS:
                 app.router.add_post(start + protocol.path, partial(self._chat, protocol))
             app.router.add_get(f"{start}/v1/models", self._models)
             app.router.add_post(f"{start}/v1/reward", self._reward)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=_log())
+        idle_s = self.limits.idle_s
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.0, logger=_log(), keepalive_timeout=idle_s
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
@@ -193,13 +258,13 @@ class Endpoint:
             if session.images is not None and images:
                 session.images.add(images)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            number, turn = await session.ask(asked, is_retry)
+            number, turn = await session.ask(asked, is_retry, partial(_is_connected, request))
         except ValueError as error:
             session.num_refused += 1
             return web.json_response(protocol.refusal(str(error), "invalid_request_error"), status=400)
         except OutOfTokensError:
             session.num_late += 1
-            return web.json_response(protocol.too_long(self._num_tokens), status=400)
+            return web.json_response(protocol.too_long(self.limits.num_tokens), status=400)
         except asyncio.CancelledError:
             return web.json_response(protocol.refusal("the episode has ended", "not_found_error"), status=410)
         if not asked.streams:
@@ -229,10 +294,13 @@ class Endpoint:
         return web.json_response({"reward": session.reward})
 
     async def _body(self, request: web.Request) -> Any:
-        """The JSON of a request. Raises ValueError for what is none, or is too long."""
+        """The JSON of a request. Raises ValueError for what is none, is too long, or does not end."""
         try:
-            return strict_json(await request.read())
+            async with asyncio.timeout(self.limits.idle_s):
+                return strict_json(await request.read())
+        except TimeoutError:
+            raise ValueError(f"the body has not arrived within {self.limits.idle_s:g} s") from None
         except web.HTTPRequestEntityTooLarge:
-            raise ValueError(f"a request may have {self._largest_body} bytes") from None
+            raise ValueError(f"a request may have {self.limits.body} bytes") from None
         except BROKEN as error:
             raise ValueError(f"the body cannot be read: {describe_error(error)}") from None

@@ -199,7 +199,7 @@ class EnvironmentHost:
             given = observation_of(value, self._limit)
         except ValueError as error:
             return EpisodeFailure("no_answer", f"cut must return a reward, None, or what step returns: {error}")
-        return plain_answer(Observation((), given.reward, True, given.counts))
+        return plain_answer(Observation((), given.reward, True, given.counts, is_unread=given.is_unread))
 
 
 def _differs(what: str, again: object, before: object) -> EpisodeFailure:

@@ -30,6 +30,7 @@ from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Dra
 
 FAILED = "failed"
 AWAY = "away"
+UNREAD = EpisodeFailure("no_answer", "the agent has cancelled all of its requests: it has read no turn")
 LIMITED, CUT, OVER = "away_limited", "away_cut", "away_over"
 """Limits at which a turn ended that waits for its reply: the request's tokens; the episode's tokens;
 OVER: its reply has come, and no further turn can begin. After the last two the reply ends the episode.
@@ -68,16 +69,15 @@ class EpisodeLimits:
 class Episode:
     """One request. row: its task.
 
-    token_ids: all tokens after the prompt; is_sampled: of each, whether the policy sampled it. starts: places in
-    token_ids where a conversation begins again, and what comes before is not read. log_probs, versions: of the sampled
-    ones. played: the turns that have a response. waits: a turn has ended and has no response yet. limit: at which it
-    ended, else "". finish: why the episode ended, or "". attempt: number of restarts with another seed; num_retries:
-    those after a failure. experts: those of tokens that the engine has read, from the first one on, if they were asked
-    for. A token keeps those that it had when the engine read it first and sampled what follows: to read it again,
-    elsewhere or under newer weights, changes nothing. opening: how its environment began it; None: it begins with the
-    dataset's prompt. group: requests whose responses are compared with this one, itself among them; (): unknown.
-    images: those of its prompt and of token_ids; None: the run reads
-    text.
+    token_ids: all tokens after the prompt; is_sampled: of each, whether it is of a turn that the policy sampled for a
+    reader. starts: places in token_ids where a conversation begins again, and what comes before is not read. log_probs,
+    versions: of the sampled ones. played: the turns that have a response. waits: a turn has ended and has no response
+    yet. limit: at which it ended, else "". finish: why the episode ended, or "". attempt: number of restarts with
+    another seed; num_retries: those after a failure. experts: those of tokens that the engine has read, from the first
+    one on, if they were asked for. A token keeps those that it had when the engine read it first and sampled what
+    follows: to read it again, elsewhere or under newer weights, changes nothing. opening: how its environment began it;
+    None: it begins with the dataset's prompt. group: requests whose responses are compared with this one, itself among
+    them; (): unknown. images: those of its prompt and of token_ids; None: the run reads text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -164,8 +164,10 @@ class Episode:
         is_end[:-1] &= ~sampled[1:]
         ends = (sampled.cumsum(0) - 1)[is_end].tolist()
         rewards = torch.zeros(len(self.log_probs))
-        for turn, (_, observation) in enumerate(self.played):
+        turn = 0
+        for _, observation in self.played:
             rewards[ends[min(turn, len(ends) - 1)]] += observation.reward
+            turn += not observation.is_unread
         return rewards
 
     @property
@@ -213,19 +215,24 @@ class Episode:
         if not self.waits:
             raise ValueError("the episode waits for no reply")
         assert reply.turn is not None and not isinstance(reply.answer, InitialConversation)
-        was_cut = self.limit in (CUT, OVER)
+        was_cut, answer = self.limit in (CUT, OVER), reply.answer
+        if isinstance(answer, Observation):
+            if answer.is_unread and self.limit != OVER:
+                self._leave_out_turn()
+            if answer.is_done and self.token_ids and not any(self.is_sampled):
+                answer = UNREAD
         self.waits, self.limit = False, ""
-        if isinstance(reply.answer, EpisodeFailure):
+        if isinstance(answer, EpisodeFailure):
             if self.num_retries < limits.max_retries:
                 self.num_retries += 1
                 self.resample()
                 return
-            self.failure, self.finish = reply.answer, FAILED
+            self.failure, self.finish = answer, FAILED
             return
-        self.played.append((reply.turn, reply.answer))
+        self.played.append((reply.turn, answer))
         if was_cut:
             self.finish = FINISHED_BY_LENGTH
-        elif reply.answer.is_done:
+        elif answer.is_done:
             self.finish = FINISHED_BY_STOP
         elif len(self.played) >= limits.max_turns or not has_room_for(self, reply, limits):
             self.waits, self.limit, self.finish = hears_cut, OVER * hears_cut, "" if hears_cut else FINISHED_BY_LENGTH
@@ -236,6 +243,13 @@ class Episode:
                 self.images = (*(self.images or ()), *moved(reply.images, len(self.prompt_ids) + len(self.token_ids)))
             self.token_ids += reply.token_ids
             self.is_sampled += [False] * len(reply.token_ids)
+
+    def _leave_out_turn(self) -> None:
+        """Make context of the present turn's tokens, which nothing trains."""
+        num_tokens = len(self.turn_ids)
+        kept = len(self.log_probs) - num_tokens
+        self.is_sampled[len(self.is_sampled) - num_tokens :] = [False] * num_tokens
+        del self.log_probs[kept:], self.versions[kept:]
 
     def truncate(self) -> None:
         """Take the tokens so far as the whole episode."""
@@ -268,8 +282,10 @@ def turn_room(episode: Episode) -> int:
 
 
 def num_turns(episode: Episode) -> int:
-    """Return the number of turns of the policy that have a response; one that could not begin is none."""
-    return sum(turn.num_tokens > 0 or not turn.is_cut for turn, _ in episode.played)
+    """Return the number of turns of the policy that have a response; one that could not begin, or had no reader, is
+    none.
+    """
+    return sum((turn.num_tokens > 0 or not turn.is_cut) and not reply.is_unread for turn, reply in episode.played)
 
 
 def context_images(episode: Episode) -> Pieces:

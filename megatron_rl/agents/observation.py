@@ -109,7 +109,8 @@ class Observation:
 
     reward: of this turn; rewards of an episode are added up. counts: numbers to log, summed over an episode.
     again: a conversation that begins here; the policy reads this, and neither messages nor what came before. options:
-    of the next turn, where the conversation continues.
+    of the next turn, where the conversation continues. is_unread: the turn had no reader, as an agent has cancelled its
+    request; its tokens are context that is not trained.
     """
 
     messages: tuple[Message, ...] = ()
@@ -118,6 +119,7 @@ class Observation:
     counts: dict[str, float] = field(default_factory=dict)
     anew: InitialConversation | None = None
     options: TurnOptions = TurnOptions()
+    is_unread: bool = False
 
     @property
     def next_options(self) -> TurnOptions:
@@ -186,9 +188,9 @@ def observation_of(value: Any, limit: TextLimit, images: Images | None = None) -
     """
     counts: dict[str, Any] = {}
     anew: InitialConversation | None = None
-    options = TurnOptions()
+    options, is_unread = TurnOptions(), False
     if isinstance(value, Observation):
-        counts, options = value.counts, value.options
+        counts, options, is_unread = value.counts, value.options, value.is_unread
         anew = None if value.anew is None else opening_of(value.anew, images)
         value = (value.messages, value.reward, value.is_done)
     if not isinstance(value, tuple) or len(value) != 3:
@@ -203,7 +205,7 @@ def observation_of(value: Any, limit: TextLimit, images: Images | None = None) -
         raise ValueError(f"done must be True or False; it is {quote(is_done)}")
     earned, *counted = (number for number in numbers if number is not None)
     messages = tuple(map(limit.applied, messages_of(said, images)))
-    return Observation(messages, earned, is_done, dict(zip(counts, counted, strict=True)), anew, options)
+    return Observation(messages, earned, is_done, dict(zip(counts, counted, strict=True)), anew, options, is_unread)
 
 
 def messages_of(said: Any, images: Images | None = None) -> tuple[Message, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_rl.agents.agent_environment import WHOLE_TEXTS, AgentEnvironment, task_of
 from megatron_rl.agents.agent_programs import PolicyAddress
-from megatron_rl.agents.endpoint import Endpoint, Session, largest_body
+from megatron_rl.agents.endpoint import Endpoint, EndpointLimits, Session
 from megatron_rl.agents.environment_host import EnvironmentHost, Forget, TurnJob
 from megatron_rl.agents.environment_source import METHODS, EnvironmentSource
 from megatron_rl.agents.observation import EpisodeError, InitialConversation, Observation, TaskRow, TextLimit, Turn
@@ -293,7 +293,7 @@ class UnplayedEnvironments:
 class InterpreterSource(EnvironmentSource):
     """The environment or the agent `name` of the file `path`, run by the interpreter `python`. python_key, key: of both
     in the configuration. limit: for messages. timeout_s: longest call. is_agent: it is a function of (task, endpoint).
-    num_tokens: that a conversation may have. reads_images: messages may show some.
+    endpoint_limits: bound an agent's requests. reads_images: messages may show some.
     """
 
     python: str
@@ -305,7 +305,7 @@ class InterpreterSource(EnvironmentSource):
     limit: TextLimit
     timeout_s: float
     is_agent: bool
-    num_tokens: int
+    endpoint_limits: EndpointLimits = EndpointLimits()
     reads_images: bool = False
 
     def load(self) -> Callable[[TurnJob | Forget], Any]:
@@ -341,7 +341,7 @@ class InterpreterSource(EnvironmentSource):
             opens = "opening" in program.methods
             keys = (True, self.limit, opens, program.close, self.reads_images, "cut" in program.methods)
             return EnvironmentHost(lambda: InterpreterEnvironment(program), *keys)
-        endpoint = Endpoint(largest_body(self.num_tokens, self.reads_images), self.num_tokens)
+        endpoint = Endpoint(self.endpoint_limits)
 
         def start(task: TaskRow, session: Session) -> InterpreterAgent:
             return InterpreterAgent(program, task, session)

@@ -39,6 +39,15 @@ class AgentConfig:
     command: list[str] | None = None
     """In place of an agent function: a command and its arguments, one process per running episode. It reads its task as
     JSON from standard input; OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY are set."""
+    max_open: Annotated[int | None, Ge(1)] = None
+    """Largest number of agents at once in each of num_workers processes, with their programs and sessions; an episode
+    beyond it has failed. null: no limit."""
+    max_request_bytes: Annotated[int | None, Ge(1)] = None
+    """Largest request of an agent in bytes. null: 1 MiB and 1 KiB per token of data.max_prompt_length and
+    data.max_response_length, at most 64 MiB; with images 64 MiB."""
+    idle_timeout_s: Positive = 3630.0
+    """Seconds after which the endpoint closes a connection that sends nothing, and refuses a request that does not
+    end."""
 
     @property
     def is_set(self) -> bool:

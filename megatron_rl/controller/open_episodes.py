@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.agents.agent_environment import AgentSource
+from megatron_rl.agents.endpoint import EndpointLimits
 from megatron_rl.agents.environment_source import (
     ClassSource,
     EnvironmentProcesses,
@@ -169,6 +170,8 @@ def open_environments(
 def environment_source(keys: MultiTurnConfig, num_tokens: int, reads_images: bool = False) -> EnvironmentSource:
     """Return where environments come from: the user's class, tools or agent."""
     own, agent = keys.environment, keys.agent
+    bounds = (agent.max_request_bytes, agent.max_open, agent.idle_timeout_s)
+    limits = EndpointLimits(num_tokens, reads_images, *bounds)
     if keys.python is not None:
         kind, chosen = ("agent", agent) if agent.is_set else ("environment", own)
         assert chosen.path is not None  # refused with the configuration
@@ -183,14 +186,13 @@ def environment_source(keys: MultiTurnConfig, num_tokens: int, reads_images: boo
             limit=text_limit(keys),
             timeout_s=keys.tool_timeout_s,
             is_agent=agent.is_set,
-            num_tokens=num_tokens,
+            endpoint_limits=limits,
             reads_images=reads_images,
         )
     if agent.is_set:
         command, timeout_s = tuple(agent.command or ()), keys.tool_timeout_s
         path = agent.path and file_of(agent.path, f"{KEY}.agent.path")
-        limits = (timeout_s, num_tokens, reads_images)
-        return AgentSource(path, agent.name, f"{KEY}.agent.path", command, *limits, agent.kwargs)
+        return AgentSource(path, agent.name, f"{KEY}.agent.path", command, timeout_s, limits, agent.kwargs)
     if keys.tools_file is not None:
         return replace(tool_source(keys), reads_images=reads_images)
     assert own.path is not None  # the configuration's rules

@@ -83,6 +83,20 @@ async def retries(task, endpoint):
     answer = await create(model="any", messages=[{"role": "user", "content": "one"}], timeout=0.5)
     assert answer.choices[0].message.content == "late"
 
+async def hangs_up(task, endpoint):
+    create = asks(endpoint, retries=0)
+    try:
+        await create(model="any", messages=[{"role": "user", "content": "first"}], timeout=0.4)
+    except openai.APITimeoutError:
+        answer = await create(model="any", messages=[{"role": "user", "content": "second"}])
+        return float(answer.choices[0].message.content)
+
+async def reads_nothing(task, endpoint):
+    try:
+        await asks(endpoint, retries=0)(model="any", messages=[{"role": "user", "content": "one"}], timeout=0.4)
+    except openai.APITimeoutError:
+        return 1.0
+
 async def raises(task, endpoint):
     raise ValueError("no more")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from agent_players import Player, agents_in, program, source, text
 
+from megatron_rl.agents.endpoint import EndpointLimits
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, ToolCall
 
@@ -126,6 +128,37 @@ def test_a_client_that_asks_again_gets_the_same_answer(folder):
         time.sleep(1.5)
         answer = player.say("late")
     assert answer == Observation((), 0.0, is_done=True)
+
+
+def test_a_cancelled_request_has_no_reader(folder):
+    """OpenAI's client hangs up while the policy samples: that turn is unread, and the next request begins another
+    conversation. One that reads nothing says so at its end. Would not catch a client that hangs up while it reads.
+    """
+    with EnvironmentProcesses(source(folder, "hangs_up"), 1, 60.0, opens=True) as processes:
+        player = Player(processes)
+        time.sleep(1.5)
+        unread = player.say("lost")
+        assert unread.is_unread and unread.anew == InitialConversation(text("second"))
+        assert unread.counts == {"agent_cancelled": 1.0} and player.say("2") == Observation((), 2.0, True)
+    with EnvironmentProcesses(source(folder, "reads_nothing"), 1, 60.0, opens=True) as processes:
+        player = Player(processes)
+        time.sleep(1.5)
+        assert player.cut("lost") == Observation((), 1.0, True, {"agent_cancelled": 1.0}, is_unread=True)
+
+
+@pytest.mark.parametrize("of", [source, program])
+def test_more_agents_than_may_be_open(folder, of):
+    """Functions and programs: the third of two has failed and is not started, and once one has ended another one may
+    begin; what was not opened is counted. Would not catch a limit over several processes: each has its own.
+    """
+    given = (folder, "blocking") if of is source else (folder,)
+    limited = replace(of(*given), limits=EndpointLimits(1 << 16, max_open=2))
+    with EnvironmentsHere(limited.host()) as here:
+        first, second, third = (Player(here, episode, way="well") for episode in range(3))
+        assert isinstance(second.opening, InitialConversation) and isinstance(third.opening, EpisodeFailure)
+        assert "multi_turn.agent.max_open=2" in third.opening.reason and third.opening.cause == "no_answer"
+        assert first.say("3") == Observation((), 3.0, True, {"agent_closed": 1.0})
+        assert isinstance(Player(here, 4, way="well").opening, InitialConversation)
 
 
 def test_an_agent_may_be_a_process(folder):

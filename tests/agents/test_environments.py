@@ -141,9 +141,14 @@ def test_an_environment_is_told_that_its_episode_is_over(tmp_path, given: str, e
     with EnvironmentsHere(told.host()) as here, EnvironmentProcesses(told, 1, 60.0, hears_cuts=True) as processes:
         for environments in (here, processes):
             [got] = play(environments, over)
-            assert got == end or isinstance(got, EpisodeFailure) and (got.cause, "cut" in got.reason) == (
-                end,
-                end == "no_answer",
+            assert (
+                got == end
+                or isinstance(got, EpisodeFailure)
+                and (got.cause, "cut" in got.reason)
+                == (
+                    end,
+                    end == "no_answer",
+                )
             ), got
 
 

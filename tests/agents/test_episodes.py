@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_rl.agents.as_json import answer_from_json
 from megatron_rl.agents.environment_source import ClassSource, EnvironmentsHere
 from megatron_rl.agents.episode import (
     Episode,
@@ -131,6 +133,24 @@ def test_a_turn_has_the_tokens_that_an_agent_asks_for():
     assert path.state == "away_limited"
     path.take(Reply(Turn("a", num_tokens=3, is_cut=True), HIGHER, (7,)), EpisodeLimits(5))
     assert (turn_room(path), path.waits, path.limit) == (4, False, "")
+
+
+def test_a_turn_without_a_reader_is_context():
+    """By hand: the second of three turns was cancelled; its tokens stay, and nothing counts or trains them. An episode
+    in which nothing was read has failed. Would not catch a schedule without the mark; a run's replay has it.
+    """
+    left = Observation((), 0.25, False, {"agent_cancelled": 1.0}, OPENING, is_unread=True)
+    ends = ((9,), Reply(Turn("c"), Observation((), 1.0, True)))
+    ended = episode(((5, 6), Reply(Turn("a"), HIGHER, (7,))), ((8, 8), Reply(Turn("b"), left, (1,), True)), ends)
+    rows = rows_of([ended], with_versions=True, has_turns=True)
+    assert rows["input_ids"].unbind()[0].tolist() == [1, 2, 5, 6, 7, 8, 8, 1, 9]
+    assert rows["sampled"].unbind()[0].tolist() == [False] * 2 + [True] * 2 + [False] * 4 + [True]
+    assert rows["rollout_log_probs"].unbind()[0].tolist() == [-0.5] * 3 == [-0.5] * rows.num_sampled.item()
+    assert rows["versions"].unbind()[0].tolist() == [3] * 3 and num_turns(ended) == 2 and ended.starts == [5]
+    assert rows["turn_rewards"].unbind()[0].tolist() == [0.0, 0.5, 1.25] and ended.reward == 1.75
+    assert answer_from_json(json.loads(json.dumps(dataclasses.asdict(left)))) == left
+    unread = episode(((5, 6), Reply(Turn("a"), Observation((), 1.0, True, is_unread=True))))
+    assert unread.finish == "failed" and "has read no turn" in unread.failure.reason
 
 
 def test_of_a_failed_episode_nothing_is_trained():

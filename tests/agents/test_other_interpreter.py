@@ -50,7 +50,7 @@ def source(folder: Path, name: str = "Environment", text: str = PLAYS, timeout_s
     (folder / "plays.py").write_text(text)
     given = {"python": sys.executable, "kwargs": {}, "is_agent": False} | more
     path, limit = str(folder / "plays.py"), TextLimit(100)
-    keys = {"python_key": "multi_turn.python", "key": "environment.path", "name": name, "num_tokens": 64}
+    keys = {"python_key": "multi_turn.python", "key": "environment.path", "name": name}
     return InterpreterSource(path=path, limit=limit, timeout_s=timeout_s, **given, **keys)
 
 

@@ -12,7 +12,7 @@ import pytest
 from agent_players import AGENTS, Player, agents_in, source, text
 
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
-from megatron_rl.agents.endpoint import Endpoint, largest_body
+from megatron_rl.agents.endpoint import Endpoint, EndpointLimits, Session, largest_body
 from megatron_rl.agents.environment_source import EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, ToolCall, Turn, TurnOptions
 from megatron_rl.agents.openai_chat import OpenAIChat
@@ -48,12 +48,12 @@ BAD_BODIES = {
 
 
 def test_what_is_no_request_is_400_and_counted():
-    """Each body by HTTP, with the rule in the answer. Would not catch bodies that never end: aiohttp bounds them."""
+    """Each body by HTTP, with the rule in the answer. Would not catch bodies that never end."""
 
     assert (largest_body(1024), largest_body(1 << 30)) == (2 << 20, 64 << 20)
 
     async def statuses() -> list[tuple[int, str]]:
-        endpoint = Endpoint(largest_body=200_000)
+        endpoint = Endpoint(EndpointLimits(max_bytes=200_000))
         session = await endpoint.open()
         headers = {"Authorization": f"Bearer {session.api_key}"}
         async with httpx.AsyncClient(headers=headers) as client:
@@ -100,6 +100,61 @@ def test_clients_that_send_no_http_or_hang_up_print_nothing(capfd, caplog):
 
     assert asyncio.run(served())[0] == 200
     assert capfd.readouterr().err == "" and not any(record.exc_info for record in caplog.records)
+
+
+def test_a_request_that_is_cancelled_in_its_queue_is_not_sampled():
+    """By hand: two wait behind one that is sampled, the first of them has hung up. One that asks again after its turn
+    has read it. Would not catch a client that the server takes for connected.
+    """
+
+    async def played() -> tuple[list[str], list[bool], int]:
+        session = Session("http://here")
+        asked = [OpenAIChat().read({"messages": [{"role": "user", "content": name}]}) for name in "abc"]
+        tasks = [
+            asyncio.ensure_future(session.ask(each, False, lambda is_there=is_there: is_there))
+            for each, is_there in zip(asked, (True, False, True), strict=True)
+        ]
+        names, unread = [], []
+        for _ in range(2):
+            names.append((await session.next_request()).messages[0]["content"])
+            session.answer(Turn("x"))
+            unread.append(session.take_unread())
+        late = [asyncio.ensure_future(session.ask(asked[1], False, lambda: len(names) < 3))]
+        names.append((await session.next_request()).messages[0]["content"])
+        session.answer(Turn("y"))
+        assert (await session.ask(asked[1], True, lambda: True))[1] == Turn("y")
+        unread.append(session.take_unread())
+        await asyncio.gather(*tasks, *late, return_exceptions=True)
+        return names, unread, session.num_cancelled
+
+    assert asyncio.run(played()) == (["a", "c", "b"], [False, False, False], 1)
+
+
+def test_connections_that_say_nothing_are_closed():
+    """A thousand, and one whose body stops: a request has its response meanwhile, and a second later all are closed,
+    the body refused. Would not catch more connections than the process may have.
+    """
+
+    async def served() -> tuple[int, float, list[bytes], bytes, int]:
+        endpoint = Endpoint(EndpointLimits(max_bytes=1000, idle_s=1.0))
+        session = await endpoint.open()
+        address = session.base_url.split("/")[2].split(":")
+        silent = [await asyncio.open_connection(*address) for _ in range(1000)]
+        reader, writer = await asyncio.open_connection(*address)
+        head = f"POST /v1/reward HTTP/1.1\r\nHost: x\r\nx-api-key: {session.api_key}\r\n"
+        writer.write(f"{head}Content-Length: 50\r\n\r\n{{".encode())
+        async with httpx.AsyncClient(headers={"x-api-key": session.api_key}) as client:
+            answer = await client.post(f"{session.base_url}/reward", json={"reward": 0.5})
+        async with asyncio.timeout(60):
+            ends = [await each.read() for each, _ in silent]
+            status = await reader.readline()
+        for _, each in (*silent, (reader, writer)):
+            each.close()
+        await endpoint.stop()
+        return answer.status_code, session.reward, ends, status, session.num_refused
+
+    code, reward, ends, status, num_refused = asyncio.run(served())
+    assert (code, reward, ends, num_refused) == (200, 0.5, [b""] * 1000, 1) and b" 400 " in status
 
 
 def test_a_request_goes_on_with_what_was_said():

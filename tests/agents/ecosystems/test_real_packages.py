@@ -47,7 +47,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory):
 
 def source(python: str, adapter: str, kwargs: dict, is_agent: bool = False) -> InterpreterSource:
     name = "run" if is_agent else "Environment"
-    keys = {"python_key": "multi_turn.python", "key": "path", "name": name, "num_tokens": 1000, "timeout_s": 120.0}
+    keys = {"python_key": "multi_turn.python", "key": "path", "name": name, "timeout_s": 120.0}
     path, limit = f"adapter:{adapter}", TextLimit(1000)
     return InterpreterSource(python=python, path=path, kwargs=kwargs, limit=limit, is_agent=is_agent, **keys)
 
