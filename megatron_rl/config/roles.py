@@ -143,6 +143,11 @@ class Placement:
         return any(role.passes and not role.kind.is_sampled for role in self.roles.values())
 
     @property
+    def num_towers(self) -> int:
+        """How many vision towers read each image: that of the folder and, where it is trained, that of the policy."""
+        return int(not self.leader.trains_tower or self.scores_beside_policy) + self.leader.trains_tower
+
+    @property
     def reward_models(self) -> list[RoleSpec]:
         """Every classifier that gives a reward, `reward_model` first."""
         return [role for role in self.roles.values() if role.kind.gives_reward and not role.kind.judges]

@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_rl.data.image_processor import ImageReader, ReadImage
 from megatron_rl.data.image_sources import ImageSource
 from megatron_rl.images import Grid, ImagePiece, Pieces, key_of
+from megatron_rl.observe.appended_file import replace_file
 
 FOLDER = "schedule_images"
 """Next to a schedule: one file for each image that its turns show."""
@@ -100,8 +101,7 @@ class ImagesOfTurns:
     def _record(self, digest: str, content: bytes) -> None:
         if self._written is not None and not (self._written / digest).exists():
             self._written.mkdir(parents=True, exist_ok=True)
-            (part := self._written / f"{digest}.part").write_bytes(content)
-            part.rename(self._written / digest)
+            replace_file(self._written / digest, content)
 
     def forget(self, needed: Collection[str]) -> None:
         """Drop images, the oldest first, while they have too many bytes; those with digests in `needed` are kept."""

@@ -71,28 +71,50 @@ class ImageCosts:
     @property
     def flops(self) -> float:
         """FLOPs of the tower for all images of a step."""
+        return self.num_images * sum(self.flops_of_image)
+
+    @property
+    def flops_of_image(self) -> tuple[float, float]:
+        """FLOPs of the tower for a mean image: with matrices and in attention."""
         tower = self.form.tower
-        return self.num_images * (tower.matrix_flops(self.num_patches) + tower.attention_flops(self.num_patches))
+        return tower.matrix_flops(self.num_patches), tower.attention_flops(self.num_patches)
 
     @property
     def activation_bytes(self) -> int:
         """Bytes of a pass over the largest image: its patches, a block's queries, keys and values, of which two are
         turned in float32, or its MLP, and its features.
         """
-        tower, patches = self.form.tower, self.most_tokens * self.form.merge**2
+        given = self._most_patches * self.form.patch_values * (FP32 + self.element)
+        return given + self._block_bytes + self.most_tokens * self.form.tower.feature_columns * self.element
+
+    @property
+    def _most_patches(self) -> int:
+        return self.most_tokens * self.form.merge**2
+
+    @property
+    def _block_bytes(self) -> int:
+        tower = self.form.tower
         turned = 4 * tower.hidden * self.element + 4 * tower.hidden * FP32
         mlp = (3 if tower.gated else 2) * tower.inner * self.element
-        block = patches * (2 * tower.hidden * self.element + max(turned, mlp))
-        given = patches * self.form.patch_values * (FP32 + self.element)
-        return given + block + self.most_tokens * tower.feature_columns * self.element
+        return self._most_patches * (2 * tower.hidden * self.element + max(turned, mlp))
+
+    def backward_bytes(self, num_tokens: float) -> int:
+        """Return the bytes of a trained tower's backward pass, which computes one image at a time once more: all that
+        the largest keeps, a running block, and the gradients of the features of a micro-batch.
+
+        num_tokens: image tokens of the micro-batch.
+        """
+        kept = self.form.tower.kept_bytes(self._most_patches, self.element)
+        features = 2 * num_tokens * self.form.tower.feature_columns * self.element
+        return int(kept + self._block_bytes + features)
 
     def rounds(self, num_readers: int) -> int:
         """Return the calls in which the images of a step are read."""
         most = max(1, num_readers * ROUND_BYTES // max(1, self.patch_bytes // self.num_images))
         return math.ceil(self.num_images / most)
 
-    def read(self, layout: Layout, hardware: Hardware, dtype: str) -> Busy:
-        """Return the time of the tower's passes: each data-parallel rank reads its images one by one."""
+    def read(self, layout: Layout, hardware: Hardware, dtype: str, num_towers: int = 1) -> Busy:
+        """Return the time of the towers' passes: each data-parallel rank reads its images one by one."""
         tower, patches, num_readers = self.form.tower, self.num_patches, readers(layout)
         rate = hardware.flops(dtype) * hardware.matmul_efficiency
         compute = tower.matrix_flops(patches) / rate * (1 + hardware.half_rows / patches)
@@ -100,7 +122,8 @@ class ImageCosts:
         weights = tower.num_params * self.element / (hardware.memory_bandwidth * MEMORY_EFFICIENCY)
         one = max(compute, weights, tower.depth * hardware.overheads.launch)
         one += self.feature_bytes / self.num_images / hardware.host_bandwidth
-        return Busy(math.ceil(self.num_images / num_readers) * one, self.num_images * one / layout.num_gpus)
+        busy = Busy(math.ceil(self.num_images / num_readers) * one, self.num_images * one / layout.num_gpus)
+        return busy.times(num_towers)
 
 
 def readers(layout: Layout) -> int:

@@ -147,7 +147,10 @@ class MemoryOfStage:
         if following := self._following(held):
             phases[RESHARD] = max(phases.get(RESHARD, {}), following, key=lambda moment: sum(moment.values()))
         if self.pool is self.models.training and (images := self.models.images()):
-            phases[IMAGES] = held | ({"image pass": images.activation_bytes} if self.is_last else {})
+            leader, placement = self.models.actor_role, self.models.placement
+            is_trained = leader.trains_tower
+            reads = self.is_first and is_trained or self.is_last and placement.num_towers > is_trained
+            phases[IMAGES] = held | ({"image pass": images.activation_bytes} if reads else {})
         for role in self.roles:
             ledger = self.pool.ledger(role)
             if role.score is not None:

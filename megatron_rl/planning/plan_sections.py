@@ -114,16 +114,19 @@ def memory_section(memory: MemoryReport, fitting: FittingChanges | None) -> Sect
     )
 
 
-def image_section(images: ImageCosts | None, num_readers: int) -> Section:
+def image_section(images: ImageCosts | None, num_readers: int, *, is_trained: bool) -> Section:
     """Return the images of a step, the tower, and their features; nothing where prompts are text.
 
-    num_readers: data-parallel ranks, each of which reads its share.
+    num_readers: data-parallel ranks, each of which reads its share. is_trained: the tower is, in the first stage.
     """
     if images is None:
         return Section()
     tower, assumed = images.form.tower, "assumed: one in each prompt, all new"
     sizes = f"{images.num_tokens} tokens ({images.num_patches} patches) each; {assumed}"
-    flops = f"{images.flops / 1e12:.4g} TFLOPs a step, on {num_readers} rank(s) of the last stage"
+    stage = "first" if is_trained else "last"
+    flops = f"{images.flops / 1e12:.4g} TFLOPs a step, on {num_readers} rank(s) of the {stage} stage"
+    if is_trained:
+        flops += ", and in the update"
     kept = f"{amount(images.feature_bytes)}"
     rows: list[Row] = [
         ("images", f"{images.num_images}", f"a step, {sizes}"),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from megatron_rl.config.megatron import FP8_RECIPES, MUON
 from megatron_rl.config.roles import PassSpec, Placement, RoleSpec, followed_policies
@@ -25,6 +26,7 @@ from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.planning.adapter_costs import AdapterCosts
+from megatron_rl.planning.image_costs import ImageCosts
 from megatron_rl.planning.role_params import RoleParams
 from megatron_rl.planning.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, FlatBuffer, TrainedWeights, bucket_numel
@@ -309,6 +311,13 @@ class RoleLedger:
         copied = self._head_rows * self.layer.hidden * self.element if self.grid.pp_size > 1 else 0
         return int(inside + joined + copied)
 
+    def _of_trained_tower(self, block: LayerBlock) -> int:
+        """Return the bytes of the backward pass of a tower that is trained, behind that of a micro-batch's layers."""
+        folder = Path(self.role.model_path)
+        images = ImageCosts.of(self.config, self.model, self.element, None, folder) if self.role.trains_tower else None
+        share = 0.0 if images is None else images.most_tokens / self.config.longest_sequence
+        return 0 if images is None else images.backward_bytes(share * block.tokens)
+
     @property
     def _head_rows(self) -> int:
         """Rows of the vocabulary on a rank, with padding."""
@@ -344,8 +353,8 @@ class RoleLedger:
         return held
 
     def update(self, pp_rank: int, passes: Passes, recompute: Recompute | None = None) -> Held:
-        """Return what an update holds at the worst of three moments: the backward of a layer, of the head, or Adam's
-        step. recompute: None: the configured one.
+        """Return what an update holds at the worst moment: the backward of a layer, of the head, of a trained tower, or
+        Adam's step. recompute: None: the configured one.
         """
         layer, block, element = self.layer, passes.block, self.element
         recompute = Recompute.of(self.role.megatron) if recompute is None else recompute
@@ -377,6 +386,8 @@ class RoleLedger:
             mtp = self._mtp_bytes(block)
             moments[0]["activations"] += mtp
             moments.append({"activations": int(kept) + mtp, "weight gradient": at_head, **head, **columns})
+        if pp_rank == 0 and (made := self._of_trained_tower(block)):
+            moments.append({"activations": int(kept * (alive - 1) / alive), "tower's backward": made})
         share, device = self.weights.optimizer_share(pp_rank), self.config.trainer.device
         largest = max(in_layers, others) // element
         made_by_step = optimizer_temporaries(share, largest, device)

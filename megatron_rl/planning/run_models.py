@@ -194,6 +194,12 @@ class RunModels:
         return self.training.weights(self.actor_role)
 
     @property
+    def laid_actor_weights(self) -> TrainedWeights:
+        """Those as they lie in the buffers of training: next to a tower that is trained, too."""
+        ledger = self.training.ledger(self.actor_role)
+        return ledger.base if ledger.adapters else ledger.weights
+
+    @property
     def actor_adapters(self) -> TrainedWeights | None:
         """The adapters that generation reads; None: the policy's weights are trained, or adapters are merged."""
         ledger = self.training.ledger(self.actor_role)
@@ -216,7 +222,7 @@ class RunModels:
     def members_with(self, rank: int, weights: TrainedWeights | None = None) -> list[Member]:
         """Return the members of a rank's exchange group. weights: those that are exchanged; None: the actor's."""
         per_node = self.training.spec.size.num_ranks_per_node
-        weights = self.actor_weights if weights is None else weights
+        weights = self.laid_actor_weights if weights is None else weights
         return weights.members(self.grid.exchange_group(rank), self.rollout, per_node, VOCAB_PADDING)
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
@@ -299,7 +305,7 @@ def made_to_send(models: RunModels, pp_rank: int) -> dict[str, int]:
     if rollout.quantization is None or models.actor_role.lora.crosses_alone:
         return merged_bytes(models, pp_rank)
     per_node, first = models.training.spec.size.num_ranks_per_node, pp_rank * grid.stage_size
-    senders = models.actor_weights.members([first], RolloutGrid(grid, 1), per_node, VOCAB_PADDING)
+    senders = models.laid_actor_weights.members([first], RolloutGrid(grid, 1), per_node, VOCAB_PADDING)
     names = eight_bit_names(specs)
     tensors = EightBitTensors.of(tensors_of(specs), names, rollout.quantization_block_size)
     (codes,), (scales,), _ = tensors.members(senders)

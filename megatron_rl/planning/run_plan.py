@@ -236,7 +236,9 @@ class RunPlan(Plan):
             "pools": pool_section(models),
             "kept": Section(notes=kept + replay_notes(config, models.actor.shape)),
             "memory": memory_section(self.memory, self.fitting),
-            "images": image_section(models.images(self.lengths[0]), models.grid.dp_size),
+            "images": image_section(
+                models.images(self.lengths[0]), models.grid.dp_size, is_trained=models.actor_role.trains_tower
+            ),
             "cache": cache_section(self.memory, self.longest),
             "time": self._time_section(),
             **({} if self.ahead is None else {"ahead": async_section(self.ahead)}),

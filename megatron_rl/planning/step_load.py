@@ -22,7 +22,8 @@ class Load:
     decode_overhead, collective_latency: seconds, where the hardware file has none. overlaps_dp: data-parallel traffic
     is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt. head_products: of
     a response's tokens with the vocabulary head in an update, beyond those of its passes. rows_of_prompt: samples of a
-    prompt whose passes compute it once (`enable_tree_training`).
+    prompt whose passes compute it once (`enable_tree_training`). tower: FLOPs of a trained vision tower for a sample's
+    image, forward: with matrices and in attention.
     """
 
     num_samples: int
@@ -41,6 +42,7 @@ class Load:
     mixed: Load | None = None
     head_products: float = 0.0
     rows_of_prompt: int = 1
+    tower: tuple[float, float] = (0.0, 0.0)
 
     def computed_length(self, samples: float) -> float:
         """Return the mean tokens of a sample that pass the model, where a rank has that many samples."""

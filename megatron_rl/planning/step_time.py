@@ -108,6 +108,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
     scores, updates = set(), set()
     wants: dict[str, float] = {}
+    images = models.images(load.prompt)
     for role in placement.megatron_roles:
         pool = models.pools[role.pool]
         if role.score is not None and role.score.is_run:
@@ -122,14 +123,15 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
             estimator = estimator_of(pool, role, hardware, cp_size)
             ledger = pool.ledger(role)
             updated = updated_load(load, role, models.config, ledger.recomputed_share(), cp_size)
-            busy = estimator.trained(replace(updated, head_products=ledger.teaching.products))
+            tower = images.flops_of_image if images and role.trains_tower else (0.0, 0.0)
+            busy = estimator.trained(replace(updated, head_products=ledger.teaching.products, tower=tower))
             seconds[role.update.phase] = estimator.seconds(busy)
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
         pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
-    if images := models.images(load.prompt):
+    if images:
         estimator = estimator_of(models.training, models.actor_role, hardware, models.grid.cp_size)
-        busy = images.read(estimator.layout, hardware, estimator.dtype)
+        busy = images.read(estimator.layout, hardware, estimator.dtype, placement.num_towers)
         seconds[IMAGES], pools[IMAGES] = estimator.seconds(busy), (training,)
         wants[IMAGES] = busy.work * models.grid.world_size / seconds[IMAGES]
     for transfer in follower_transfers(models):
@@ -204,7 +206,7 @@ def calls(models: RunModels, load: Load) -> dict[str, int]:
     """Return phase -> calls of the controller in one step: one for each mini-batch of an update."""
     num_calls = dict.fromkeys((RESHARD, GEN), 1)
     if images := models.images(load.prompt):
-        num_calls[IMAGES] = images.rounds(models.grid.dp_size)
+        num_calls[IMAGES] = images.rounds(models.grid.dp_size) * models.placement.num_towers
     for role in models.placement.megatron_roles:
         if role.score is not None:
             num_calls[role.score.phase] = 1

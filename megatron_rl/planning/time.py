@@ -251,7 +251,16 @@ class Estimator:
         if load.mixed is not None:
             times = {"passes": 3 + load.recompute, "all_reduces": 4 + 2 * load.recompute}
             passes += self._passes(load.mixed, load.mixed.num_samples, **times)
-        return passes
+        return passes + self._tower(load, samples)
+
+    def _tower(self, load: Load, samples: float) -> Busy:
+        """Return the time of a trained tower, whole on each rank of the first stage, which reads the image of every
+        sample: forward twice, and backward.
+        """
+        layout, gpu, (matrices, attention) = self.layout, self.hardware, load.tower
+        rate = gpu.flops(self.dtype) * gpu.matmul_efficiency
+        one = 4 * (matrices + attention / gpu.attention_share) / rate
+        return Busy(self.most_rows(samples) * one, samples * layout.cp / layout.dp * one / layout.pp)
 
     def most_rows(self, samples: float) -> int:
         """Return the samples of the fullest rank. Whole ones are distributed: of fewer than ranks, some have none."""

@@ -343,15 +343,16 @@ class TrainedWeights:
     def members(self, group: Sequence[int], rollout: RolloutGrid, ranks_per_node: int, padding: int) -> list[Member]:
         """Return what the ranks of an exchange group hold in training and need for generation.
 
-        padding: multiple to which the rollout engine pads the vocabulary.
+        padding: multiple to which the rollout engine pads the vocabulary. A tower stays where it is trained.
         """
-        members, specs = [], self.params.specs
+        members, specs, tower = [], self.params.specs, {*self.params.tower}
         for rank in group:
             place = self.grid.place(rank, self.vocab_multiple)
             held = [
                 Slot(specs[name].tensor.name, number, offset, shard_of(specs[name].tensor, place))
                 for number, buffer in enumerate(self.buffers(self.grid.pp_rank(rank)))
                 for name, offset in buffer.offsets
+                if name not in tower
             ]
             wanted = rollout.place(rank, padding)
             members.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))

@@ -115,7 +115,7 @@ def _members(config: Any, rank: RankOfPool) -> list[Any]:
 
     models = RunModels(config)
     shares = models.placement.is_colocated and models.training.spec.name == rank.pool
-    held = [models.actor_weights, *([models.actor_adapters] if models.actor_adapters else [])]
+    held = [models.laid_actor_weights, *([models.actor_adapters] if models.actor_adapters else [])]
     return [models.members_with(rank.rank, weights) for weights in held] if shares else []
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.columns import COLUMNS
-from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.observe.memory_ledger import PhaseMemory
@@ -32,7 +32,14 @@ from megatron_rl.rehearse.synthetic_batches import (
     synthetic_pairs,
     vocabulary_of,
 )
-from megatron_rl.rehearse.synthetic_images import add_images, images_alone, reads_images
+from megatron_rl.rehearse.synthetic_images import (
+    IMAGE_FEATURES,
+    PATCHES,
+    POLICY_FEATURES,
+    add_images,
+    images_alone,
+    reads_images,
+)
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
@@ -88,7 +95,10 @@ class RehearsedRank:
         self.taken = {"init": self._take_memory()["init"]}
         actor = self.host.spec.role(ACTOR)
         if self.images is not None and actor is not None:
-            self._call(actor, IMAGES, "image_features", images_alone(self.images))
+            if not actor.trains_tower or Placement.of(self.config).scores_beside_policy:
+                self._call(actor, IMAGES, "image_features", images_alone(self.images))
+            if actor.trains_tower:
+                self._call(actor, IMAGES, "policy_features", images_alone(self.images), with_patches=True)
         for role in roles:
             if role.score is not None:
                 batch = self._batch(role, role.score, self.config.batch_sizes.num_samples)
@@ -157,7 +167,9 @@ class RehearsedRank:
         batch = synthetic_batch(lengths, vocab_size, spec.call.made_up, taught)
         if self.images is not None and "image_features" in read and reads_images(role, self.config):
             prompts = [prompt for prompt, _ in lengths]
-            add_images(batch, self.images, prompts, getattr(torch, role.megatron.dtype))
+            trained = PATCHES if PATCHES in read else POLICY_FEATURES
+            column = trained if role.trains_tower else IMAGE_FEATURES
+            add_images(batch, self.images, prompts, getattr(torch, role.megatron.dtype), column)
         return batch
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:

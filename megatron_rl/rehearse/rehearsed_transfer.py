@@ -48,7 +48,7 @@ class JointRanks:
         pools = [placement.pool_of(ACTOR), placement.pool_of(ROLLOUT)]
         numbers = [rank.number for pool in pools for rank in all_ranks(placement) if rank.pool == pool.name]
         sending, receiving = pools
-        senders = models.actor_weights.members(
+        senders = models.laid_actor_weights.members(
             range(sending.world_size), RolloutGrid(models.grid, 1), sending.size.num_ranks_per_node, VOCAB_PADDING
         )
         first, per_node, grid = first_node(placement, receiving.name), receiving.size.num_ranks_per_node, models.rollout

@@ -13,18 +13,25 @@ from megatron_rl.images import ImagePiece
 from megatron_rl.planning.image_costs import ImageCosts
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 
+IMAGE_FEATURES, POLICY_FEATURES, PATCHES = "image_features", "policy_features", "image_patches"
+"""Columns by which passes read images."""
 ROWS_OF_TOWER = 2
 """Images that the tower of a rank reads one after the other."""
 
 
-def add_images(batch: Batch, images: ImageCosts, prompts: Sequence[int], dtype: torch.dtype) -> None:
-    """Let each row begin with an image, as large as its prompt of this many tokens has room for."""
+def add_images(
+    batch: Batch, images: ImageCosts, prompts: Sequence[int], dtype: torch.dtype, column: str = IMAGE_FEATURES
+) -> None:
+    """Let each row begin with an image, as large as its prompt of this many tokens has room for. column: in which they
+    are: features in this dtype, or patches.
+    """
     form, lengths = images.form, row_lengths(batch["input_ids"])
     tokens = torch.tensor([min(images.most_tokens, prompt) for prompt in prompts])
     firsts = lengths.cumsum(0) - lengths
     places = torch.arange(int(lengths.sum())) - firsts.repeat_interleave(lengths)
     shown = places < tokens.repeat_interleave(lengths)
-    ids = batch.flat("input_ids").masked_fill(shown, form.token)
+    made_up = batch.flat("input_ids")
+    ids = made_up.masked_fill(made_up == form.token, form.token - 1).masked_fill(shown, form.token)
     grids = [grid_of(number, form.merge) for number in tokens.tolist()]
     # One digest for each row: rows of equal tokens are different prompts.
     pieces = [
@@ -32,12 +39,16 @@ def add_images(batch: Batch, images: ImageCosts, prompts: Sequence[int], dtype: 
         for row, (grid, number) in enumerate(zip(grids, tokens.tolist(), strict=True))
     ]
     ones = torch.ones_like(tokens)
-    features = torch.zeros(int(tokens.sum()), form.tower.feature_columns, dtype=dtype)
+    if column == PATCHES:
+        sizes = torch.tensor(grids).prod(1)
+        values = torch.zeros(int(sizes.sum()), form.patch_values)
+    else:
+        sizes, values = tokens, torch.zeros(int(tokens.sum()), form.tower.feature_columns, dtype=dtype)
     batch.add(
         input_ids=ragged_from_lengths(ids, lengths),
         image_pieces=ragged_from_lengths(torch.tensor(pieces, dtype=torch.int64), ones),
         image_grids=ragged_from_lengths(torch.tensor(grids, dtype=torch.int64), ones),
-        image_features=ragged_from_lengths(features, tokens),
+        **{column: ragged_from_lengths(values, sizes)},
     )
 
 

@@ -124,6 +124,7 @@ def test_turns_with_images(command_line, tmp_path, save, way: str, keys: tuple[s
         assert line["num_turns/mean"] == 2 and line["episode/failed_ratio"] == 0
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=WEEKLY) for seed in (1, 2, 3)])
 def test_a_zoom_is_learned(command_line, tmp_path, seed: int) -> None:
     """From one in 16 to nearly all: the policy looks where its prompt shows it to, and names what the crop shows. Would

@@ -13,7 +13,7 @@ from vision_folders import save_qwen3_5_vl_folder, save_qwen3_vl_folder, save_qw
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import Placement
-from megatron_rl.model.tower import build_tower
+from megatron_rl.model.tower import build_tower, features_of
 from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.image_rules import image_problems
@@ -50,6 +50,47 @@ def test_flops_of_a_pass_over_an_image_are_those_that_torch_counts(save, tmp_pat
         module(torch.zeros(32, form.patch_values), grid_thw=torch.tensor([[1, 4, 8]]))
     planned = form.tower.matrix_flops(32) + form.tower.attention_flops(32)
     assert planned == pytest.approx(counted.get_total_flops(), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("save", [save_qwen25_vl_folder, save_qwen3_vl_folder])
+def test_bytes_that_a_trained_tower_keeps_are_those_that_torch_keeps(save, dtype, tmp_path) -> None:
+    """16 x 16 patches; tables of angles, which the plan leaves out, are some percent of so narrow a tower."""
+    folder = ModelFolder(save(tmp_path / "model"))
+    form = folder.model.images
+    module = build_tower(folder.hf_config, dtype, torch.device("cpu")).requires_grad_()
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage  # held, so that no other one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        features_of(module, torch.zeros(256, form.patch_values), torch.tensor([1, 16, 16]))
+    size = sum(storage.nbytes() for number, storage in kept.items() if number not in own)
+    assert form.tower.kept_bytes(256, dtype.itemsize) == pytest.approx(size, rel=0.04)
+
+
+def test_a_trained_tower_is_in_the_update_of_the_first_stage(tmp_path) -> None:
+    """Its parameters, their optimizer state, its backward pass and seconds; the frozen one is there for a reference.
+
+    Would not catch a kernel with memory of its own.
+    """
+    path = save_qwen3_vl_folder(tmp_path / "model")
+    trained = {"actor_rollout_ref__actor__megatron__freeze_vision_model": False}
+    large = READS | {"data__mm_processor_kwargs__max_pixels": 1 << 20, "data__max_prompt_length": 1024}
+    large["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = 1
+    whole, frozen = (plan_of(run_config(path, 1, 2, **large, **keys), load_hardware("h100")) for keys in (trained, {}))
+    size = 4 * ModelFolder(path).model.images.num_params
+    first, last = (stage.phases["update_actor"] for stage in plan_stages(whole.models))
+    before = plan_stages(frozen.models)[0].phases["update_actor"]
+    assert first["actor parameters"] - before["actor parameters"] == pytest.approx(size, abs=4 * 64 * 100)
+    assert first["tower's backward"] > 0 and "tower's backward" not in last
+    assert whole.seconds["update_actor"] > frozen.seconds["update_actor"]
+    read = whole.models.placement.num_towers / frozen.models.placement.num_towers
+    assert whole.seconds["images"] / frozen.seconds["images"] == pytest.approx(read, rel=0.2)
 
 
 def test_images_of_a_step_are_planned_by_the_limits_of_pixels_and_prompts(tmp_path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.model.families.family import Tower
+from megatron_rl.model.parts import FP32
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class TowerSizes:
     def patches_of_token(self) -> int:
         """Patches that make a token."""
         return self.merged // self.hidden
+
+    def kept_bytes(self, num_patches: int, element: int) -> int:
+        """Return what an image's forward pass keeps for the backward pass: of each block both norms, queries, keys,
+        values and what they were cut from, attention twice, and the MLP; of each merger its norm and products.
+        """
+        mlp = (4 if self.gated else 2) * self.inner
+        of_blocks = self.depth * (11 * self.hidden + mlp) + self.hidden
+        of_mergers = 3 * self.hidden * (1 + self.levels)
+        in_float32 = self.hidden * (2 * self.depth + 1) if self.gated else 0  # norms without biases
+        return num_patches * ((self.values + of_blocks + of_mergers) * element + in_float32 * FP32)
 
     def matrix_flops(self, num_patches: float) -> float:
         """Return the FLOPs of an image's products with matrices, forward."""

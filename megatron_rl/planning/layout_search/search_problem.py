@@ -248,7 +248,8 @@ class SearchProblem:
             else:
                 spec = replace(role.spec, update=pass_spec)
                 load = updated_load(self.load, spec, self.config, recompute, max(cp, 1))
-                load = replace(load, head_products=role.teaching.products)
+                tower = self.images.flops_of_image if self.images and spec.trains_tower else (0.0, 0.0)
+                load = replace(load, head_products=role.teaching.products, tower=tower)
             self._loads[key] = load if cp else replace(load, block_tokens=1 << 50)
         return self._loads[key]
 

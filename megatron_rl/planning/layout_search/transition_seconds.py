@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 
+from megatron_rl.config.roles import Placement
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.parallel.rank_grid import rollout_place
@@ -105,6 +106,7 @@ def image_seconds(work: SearchProblem, grid: Grid, shape: GridShape) -> float:
     if work.images is None:
         return 0.0
     estimator = work.estimator(work.actor, grid, shape)
-    busy = work.images.read(estimator.layout, work.hardware, estimator.dtype)
-    calls = work.images.rounds(readers(estimator.layout))
+    towers = Placement.of(work.config).num_towers
+    busy = work.images.read(estimator.layout, work.hardware, estimator.dtype, towers)
+    calls = towers * work.images.rounds(readers(estimator.layout))
     return estimator.seconds(busy) + calls * dispatch_seconds(shape.num_nodes, shape.per_node, work.hardware)
