@@ -55,6 +55,11 @@ class Load:
         seen = self.prompt**2 / self._sharing(samples) + self.response * (2 * self.prompt + self.response)
         return seen / self.computed_length(samples)
 
+    def tower_flops(self, attention_share: float) -> float:
+        """Return the FLOPs of a trained tower for a sample at the rate of products: forward twice, and backward."""
+        matrices, attention = self.tower
+        return 4 * (matrices + attention / attention_share)
+
     @property
     def least_tokens(self) -> float:
         """Tokens that pass the model where every prompt's samples are on one rank."""

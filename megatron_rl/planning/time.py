@@ -254,12 +254,9 @@ class Estimator:
         return passes + self._tower(load, samples)
 
     def _tower(self, load: Load, samples: float) -> Busy:
-        """Return the time of a trained tower, whole on each rank of the first stage, which reads the image of every
-        sample: forward twice, and backward.
-        """
-        layout, gpu, (matrices, attention) = self.layout, self.hardware, load.tower
-        rate = gpu.flops(self.dtype) * gpu.matmul_efficiency
-        one = 4 * (matrices + attention / gpu.attention_share) / rate
+        """Return the time of a trained tower, whole on each rank of the first stage."""
+        layout, gpu = self.layout, self.hardware
+        one = load.tower_flops(gpu.attention_share) / (gpu.flops(self.dtype) * gpu.matmul_efficiency)
         return Busy(self.most_rows(samples) * one, samples * layout.cp / layout.dp * one / layout.pp)
 
     def most_rows(self, samples: float) -> int:
