@@ -50,15 +50,19 @@ class RequestQueue:
 
     def next_slice(self, replica: int) -> Slice | None:
         """The next slice of a replica, which must be sent to it; None: there is none yet."""
+        self.open_groups()
+        if self.begin_groups is not None and not self.is_begun:
+            return None
+        order = self.scheduler.next_order(replica)
+        return None if order is None else self._slice(order)
+
+    def open_groups(self) -> None:
+        """Begin the groups that a batch needs as verdicts are so far; nothing where none are given."""
         if self.begin_groups is not None:
             self.scheduler.verdicts.open_groups()
             if joined := self.scheduler.verdicts.take_joined():
                 self.begin_groups(joined)
                 self.begin_episodes()
-            if not self.is_begun:
-                return None
-        order = self.scheduler.next_order(replica)
-        return None if order is None else self._slice(order)
 
     def done(self, report: SliceReport) -> None:
         """Take a replica's report. Raises RuntimeError for a slice that never began although its weights were

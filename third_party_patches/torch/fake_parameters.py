@@ -23,8 +23,6 @@ def apply() -> None:
     from torch.utils import _foreach_utils
 
     setattr(FakeTensorMode, "avoid_device_init", property(lambda mode: True))  # noqa: B010  mypy: read-only
-    # torch.tensor(..., device="cuda") is made on the CPU, then copied.
-    torch._C._set_only_lift_cpu_tensors(True)
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
@@ -73,6 +71,8 @@ def _read_lists() -> None:
 
     def tensor(data: Any, *args: Any, **options: Any) -> Any:
         read = tree_map(number_of, data) if isinstance(data, (list, tuple)) else data
+        # Made on the CPU, then copied. A setting of each thread, and one of autograd's own recomputes.
+        torch._C._set_only_lift_cpu_tensors(True)
         return make(read, *args, **options)
 
     vars(torch)["tensor"] = tensor
