@@ -17,7 +17,6 @@ from third_party_patches.guard import TORCH, Patch
 
 def apply() -> None:
     """Make all changes."""
-    import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
