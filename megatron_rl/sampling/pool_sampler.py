@@ -34,7 +34,7 @@ class PoolSampler(Sampler):
         """The batch of a step, which is generated now as far as it is not yet complete."""
         self.begin_batches(self.rules.last_batch(step - 1))
         while not self.queue.scheduler.is_complete(step):
-            if self._images is not None:  # of groups that verdicts ask for, too
+            if self._images is not None:  # groups begin before their images are read
                 self.queue.open_groups()
             self._read_images()
             with self.awaited.waiting(self._sampled_episodes(step)), self._rollout_mode():

@@ -219,7 +219,7 @@ def test_a_schedule_and_a_checkpoint_keep_images(live, images, tmp_path) -> None
     replayed, resumed = other(), other()
     replayed.turns.record_in(tmp_path / "second", tmp_path / FOLDER)
     (tmp_path / "second").mkdir()
-    for piece in known.images:  # as a kill leaves them
+    for piece in known.images:  # a kill leaves such files
         (tmp_path / "second" / f"{piece.digest}.unfinished").write_bytes(b"\x89PNG")
     again, recorded = episode(), RecordedEpisodes(live.limits, replies)
     for _ in replies:
