@@ -195,7 +195,7 @@ class RunModels:
 
     @property
     def laid_actor_weights(self) -> TrainedWeights:
-        """Those as they lie in the buffers of training: next to a tower that is trained, too."""
+        """Those parameters as training has them in its buffers: next to a tower that is trained, too."""
         ledger = self.training.ledger(self.actor_role)
         return ledger.base if ledger.adapters else ledger.weights
 

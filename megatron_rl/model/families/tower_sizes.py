@@ -93,8 +93,8 @@ class TowerSizes:
         return self.merged // self.hidden
 
     def kept_bytes(self, num_patches: int, element: int) -> int:
-        """Return what an image's forward pass keeps for the backward pass: of each block both norms, queries, keys,
-        values and what they were cut from, attention twice, and the MLP; of each merger its norm and products.
+        """Return the bytes that an image's forward pass keeps for the backward pass: both norms of each block, queries,
+        keys, values and their joined product, attention twice, and the MLP; the norm and products of mergers.
         """
         mlp = (4 if self.gated else 2) * self.inner
         of_blocks = self.depth * (11 * self.hidden + mlp) + self.hidden
