@@ -147,7 +147,7 @@ def test_what_ranks_alone_read_is_held() -> None:
     assert {name for name, column in COLUMNS.items() if column.is_held} == {
         *("routed_experts", "teachers", "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"),
         *("student_top_ids", "teacher_log_probs_at", "teacher_hidden", "kept", "trained"),
-        *("image_pieces", "image_grids", "image_features", "image_patches"),
+        *("image_pieces", "image_grids", "image_features", "image_patches", "policy_features"),
     }
 
 

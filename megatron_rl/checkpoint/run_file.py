@@ -30,8 +30,12 @@ def read_run_file(file: Path) -> dict[str, Any]:
 
 
 def reads_images(checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint reads images. Raises ConfigError as `read_run_file`."""
-    return read_run_file(checkpoint / "run.json")["config"].get("data", {}).get("image_key") is not None
+    """Whether the run of a checkpoint reads images; weights without their run's file do not say so.
+
+    Raises ConfigError as `read_run_file`.
+    """
+    file = checkpoint / "run.json"
+    return file.is_file() and read_run_file(file)["config"].get("data", {}).get("image_key") is not None
 
 
 @contextmanager

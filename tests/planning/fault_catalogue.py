@@ -473,7 +473,7 @@ for _key, _leaf in sorted(LEAVES.items()):
         _constrained_fault(_key)
 
 
-OF_EACH_NUMBER = 90
+OF_EACH_NUMBER = 92
 """Configurations of one fault, of two, of three and of four: together at least as many as there are faults."""
 
 

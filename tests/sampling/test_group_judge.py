@@ -43,7 +43,7 @@ class Scorer:
 
     def __init__(self, outcomes: list[Outcome], finished: set[int]) -> None:
         self.outcomes, self.asked = outcomes, []
-        self.rewards = SimpleNamespace(models=(), is_scored=finished.issuperset)
+        self.rewards = SimpleNamespace(models=(), judges=(), is_scored=finished.issuperset)
 
     def start(self, batch):
         self.asked.append(list(batch.requests))
