@@ -30,7 +30,7 @@ def read_run_file(file: Path) -> dict[str, Any]:
 
 
 def reads_images(checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint reads images; weights without their run's file do not say so.
+    """Whether the run of a checkpoint reads images; False for weights without the file of their run.
 
     Raises ConfigError as `read_run_file`.
     """
