@@ -8,7 +8,7 @@ It answers sums as the demo's model does, and what else it is asked is one of
     07+35=042,032?   a or b: which answer is the better one?
     07+35=042;u?     y or n: is the last digit right? With ;t? the digits before it, with ;l? is the length right?
 
-configs/recipes/judge_cpu.yaml asks it so.
+docs/train/judges.md says how a run asks it; its prompt there is {question}{response}? with verdicts: {y: 1, n: 0}.
 """
 
 from __future__ import annotations

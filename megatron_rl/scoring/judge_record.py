@@ -62,7 +62,8 @@ class JudgeRecord:
         if not replies:
             raise RewardError(
                 f"{self._repeats}/{FILE} has no verdict of {judge} on a response of this run: it records other "
-                "samples, prompts or keys of the judge"
+                "samples, prompts or keys of the judge; for held-out responses alone, try: trainer.test_freq=0 and "
+                "trainer.val_before_train=false"
             )
         return replies.popleft() if len(replies) > 1 else replies[0]
 
