@@ -195,5 +195,6 @@ class AgentSource(EnvironmentSource):
     def _start(self) -> Start:
         if self.path is None:
             return lambda task, session: CommandAgent(self.command, task, session)
-        function: Callable[..., Any] = load_function(self.path, self.key, self.name, ARGUMENTS, may_be_async=True)
+        given = (self.path, self.key, self.name, ARGUMENTS)
+        function: Callable[..., Any] = load_function(*given, may_be_async=True, kwargs=self.kwargs)
         return lambda task, session: FunctionAgent(partial(function, **self.kwargs), task, session)

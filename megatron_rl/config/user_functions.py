@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -39,9 +39,10 @@ def definitions_in(path: str, key: str, *kinds: type[ast.stmt]) -> list[str]:
 
 
 def load_function(
-    path: str, key: str, name: str, arguments: tuple[str, ...], may_be_async: bool = False
+    path: str, key: str, name: str, arguments: tuple[str, ...], may_be_async: bool = False, kwargs: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Run the file and return its function `name`, which must take as many positional arguments as `arguments` names.
+    """Run the file and return its function `name`, which must take as many positional arguments as `arguments` names,
+    and those of `kwargs` by their names.
 
     Raises ConfigError, naming the configuration key `key`, when the file fails to run or has no such function.
     """
@@ -51,9 +52,9 @@ def load_function(
         raise ConfigError(f"{key}={path} must define the function {name}; it defines {listing}")
     function: Callable[..., Any] = vars(run_file(path, key))[name]
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **dict.fromkeys(kwargs))
     except TypeError as error:
-        wanted = f"{name}({', '.join(arguments)})"
+        wanted = f"{name}({', '.join([*arguments, *(f'{keyword}=...' for keyword in kwargs)])})"
         raise ConfigError(f"{key}={path}: {name}{inspect.signature(function)} must be callable as {wanted}") from error
     return function
 

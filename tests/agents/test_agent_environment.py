@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,9 +14,11 @@ import psutil
 import pytest
 from agent_players import Player, agents_in, program, source, text
 
+from megatron_rl.agents.agent_environment import AgentSource
 from megatron_rl.agents.endpoint import EndpointLimits
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, ToolCall
+from megatron_rl.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -144,6 +149,27 @@ def test_a_cancelled_request_has_no_reader(folder):
         player = Player(processes)
         time.sleep(1.5)
         assert player.cut("lost") == Observation((), 1.0, True, {"agent_cancelled": 1.0}, is_unread=True)
+
+
+def test_the_servers_of_a_gym_play_episodes(tmp_path):
+    """A fake of NeMo Gym's three servers, over responses and session paths: its verdicts are the rewards, its tries one
+    conversation, and nothing is refused. Would not catch a run; test_agent_runs.py has one of 64 episodes.
+    """
+    gym, verdicts = Path(__file__).parent / "ecosystems/fake_gym.py", tmp_path / "verdicts.jsonl"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, gym, verdicts], **pipes) as servers:
+        given = {"url": servers.stdout.readline().strip()}
+        of = AgentSource(str(gym), "run", "agent.path", (), 30.0, EndpointLimits(1000), given)
+        with EnvironmentProcesses(of, 1, 60.0, opens=True) as processes:
+            for number, (says, reward) in enumerate(((["7"], 1.0), (["1", "7"], 0.75), (["1", "2", "3"], 0.0))):
+                player = Player(processes, number, prompt=[*text("3+4=")], ground_truth="7")
+                assert player.opening == InitialConversation(text("3+4="))
+                *before, last = (player.say(said) for said in says)
+                assert before == [Observation(text("no="))] * len(before) and last == Observation((), reward, True)
+        servers.stdin.close()
+    assert [json.loads(line)["reward"] for line in verdicts.read_text().splitlines()] == [1.0, 0.75, 0.0]
+    with pytest.raises(ConfigError, match="must be callable as run\\(task, endpoint, uri=...\\)"):
+        replace(of, kwargs={"uri": "x"}).host()
 
 
 @pytest.mark.parametrize("of", [source, program])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.cli.tasks import startable
+from megatron_rl.config.adapter_files import adapter_names, file_of
 from megatron_rl.config.load import load_config
 from megatron_rl.config.tasks import PPO
 from megatron_rl.errors import ConfigError
@@ -57,3 +60,31 @@ def test_a_replay_needs_no_interpreter():
     assert run.actor_rollout_ref.rollout.multi_turn.python == "/nowhere/python"
     with pytest.raises(ConfigError, match="/nowhere/python must be a Python interpreter"):
         startable(Path("configs/grpo_cpu.yaml"), given, PPO, False)
+
+
+def rows_of_the_page() -> list[list[str]]:
+    """Cells of the table with which the page on agents begins."""
+    lines = Path("docs/train/agents.md").read_text().partition("| I have |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
+def test_each_row_of_the_page_is_a_run_that_may_start(row: list[str]):
+    """Its keys pass all checks, with this interpreter in place of one that the reader makes; what an adapter is given
+    are arguments in its file. Would not catch an adapter that does not play; tests/agents/ecosystems has these.
+    """
+    _, how, keys = row
+    given = [key if not key.startswith("python=") else f"python={sys.executable}" for key in keys.split("`")[1].split()]
+    assert said(ON, *(f"{TURNS}.{key}" for key in given)) == ""
+    path = next((key.partition("=")[2] for key in given if "path=adapter:" in key), None)
+    if path is not None:
+        tree = ast.parse(Path(file_of(path, "key")).read_text())
+        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        assert arguments >= set(how.split("`")[1::2]) != set()
+
+
+def test_the_page_names_each_adapter():
+    """Would not catch a wrong description."""
+    assert {name for name in adapter_names() if any(f"adapter:{name}`" in keys for *_, keys in rows_of_the_page())} == {
+        *adapter_names()
+    }
