@@ -12,6 +12,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.validate import reward_problems
 from megatron_rl.planning.checked_config import idle_keys
 from megatron_rl.planning.file_rules import filter_problems, reward_function_problems, statistics_problems
+from megatron_rl.planning.pool_rules import pool_problems
 from megatron_rl.scoring.rewards import reward_shaping
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
@@ -63,6 +64,17 @@ def test_keys_of_a_judge(keys: tuple[str, ...], problem: str):
     assert idle_keys(config, ["reward_model.model.path"]) == []
     key = "reward_model.megatron.param_offload"
     assert idle_keys(config, [key]) == [f"without effect: {key}, because this run has no judge with ranks"]
+
+
+REPLICAS = ("actor_rollout_ref.rollout.pool=gen", "pools.gen.n_gpus_per_node=1", "trainer.rollout_ahead=1")
+
+
+@pytest.mark.parametrize("keys", [(), REPLICAS, ("trainer.rollout_ahead=1",)], ids=["here", "replicas", "colocated"])
+def test_a_policy_on_replicas_gives_no_verdicts_for_dynamic_sampling(keys: tuple[str, ...]):
+    """They would wait for each other for ever. Would not catch a schedule that waits elsewhere."""
+    config, wrong = read_config(DEMO, [*JUDGE, *SHORT, *keys, "algorithm.filter_groups.enable=true"])
+    said = [str(one) for one in pool_problems(config) if "for dynamic sampling" in str(one)]
+    assert not wrong and len(said) == (keys == REPLICAS), said
 
 
 OF_GROUPS, NAME = "custom_reward_function.per_group", "custom_reward_function.name"
