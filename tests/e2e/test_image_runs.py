@@ -85,6 +85,23 @@ def test_replicas_read_images_while_the_actor_trains(command_line, tmp_path, ahe
     assert max(worst for worst in compared if worst is not None) <= 5e-5  # of steps that one policy sampled
 
 
+FILTER = "algorithm.filter_groups"
+ONCE = (*LOCAL, "trainer.total_training_steps=2", "trainer.test_freq=5040", "trainer.val_before_train=false")
+FEW = ("actor_rollout_ref.rollout.n=4", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+FURTHER = {
+    "dynamic sampling": (f"{FILTER}.enable=true", f"{FILTER}.metric=acc", f"{FILTER}.max_num_gen_batches=2"),
+    "critic": ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=WEEKLY) for name in FURTHER])
+def test_further_runs_with_images(command_line, tmp_path, name: str) -> None:
+    """Groups that begin after verdicts have their images read; values read them, too. Would not catch Ray."""
+    run = command_line(*keys_of(tmp_path), *ONCE, *FEW, *FURTHER[name], config=CONFIG)
+    assert run.wait() == 0, run.text()
+    assert all(0 < line["training/rollout_logprob_diff_max"] <= 5e-5 for line in metrics(run).values())
+
+
 def zoom_keys(folder: Path, save=save_qwen25_vl_folder, with_agent: bool = False) -> tuple[str, ...]:
     path = one_token_turns(save(folder / "model"))
     return *write_zoom(folder / "data", with_agent), f"actor_rollout_ref.model.path={path}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from sweeps import WEEKLY, marks_of
+from vision_folders import save_qwen3_vl_folder
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.cluster.stale_processes import living
@@ -437,6 +438,20 @@ def test_a_model_of_few_tokens(tmp_path):
     answer = rehearse(tmp_path, "--ranks", "all", config="configs/split_cpu.yaml")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "of 6 ranks fit together" in answer.stdout
+
+
+@pytest.mark.exhaustive
+def test_a_tower_that_is_trained(tmp_path):
+    """Two stages, of which the first has it, next to a reference that reads the folder's: calls fit, peaks are planned.
+
+    Would not catch its sizes.
+    """
+    model = save_qwen3_vl_folder(tmp_path / "model")
+    megatron = "actor_rollout_ref.actor.megatron"
+    options = (f"{megatron}.freeze_vision_model=false", f"{megatron}.pipeline_model_parallel_size=2")
+    options += (f"actor_rollout_ref.model.path={model}", "data.image_key=images", "data.max_prompt_length=64")
+    answer = rehearse(tmp_path / "out", "--ranks", "all", *options, config="configs/grpo_cpu.yaml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
 @pytest.mark.exhaustive
