@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -214,6 +215,35 @@ def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
     whole = command_line(*settings, config=ASYNC)
     assert whole.wait() == 0, whole.text()
     assert weights_equal(last, whole)
+
+
+@pytest.mark.exhaustive
+def test_the_servers_of_a_gym_play_episodes(command_line, tmp_path) -> None:
+    """A fake of NeMo Gym's three servers plays 64 episodes over responses and session paths, of several turns: the
+    run's rewards are their verdicts, the trainer's log-probs the engine's, nothing is refused and no field unknown.
+
+    Would not catch what Gym's own package does differently.
+    """
+    verdicts = tmp_path / "verdicts.jsonl"
+    program = [sys.executable, "tests/agents/ecosystems/fake_gym.py", str(verdicts)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as gym:
+        url = gym.stdout.readline().strip()
+        way = agent("path=tests/agents/ecosystems/fake_gym.py", f"kwargs={{url: '{url}'}}", "name=run")
+        keys = ("trainer.total_training_steps=1", "trainer.test_freq=5040")
+        way = (*way, "data.max_response_length=48", "actor_rollout_ref.rollout.temperature=1.0")  # room for three tries
+        run = command_line(*SHORT, *keys, *LOCAL, *way, config=GRPO)
+        assert run.wait() == 0, run.text()
+        gym.stdin.close()
+    seen = [json.loads(line) for line in verdicts.read_text().splitlines()]
+    for each in seen:
+        assert each["reward"] == (each["said"] == each["truth"]) * (1.25 - each["tries"] / 4)
+    [step] = [line for line in metrics(run).values() if "environment/reward/mean" in line]
+    seen = seen[:64]  # the validation of the last step follows
+    assert len(seen) == 64 and {each["tries"] for each in seen} >= {1, 3}
+    assert step["environment/reward/mean"] == pytest.approx(sum(each["reward"] for each in seen) / 64)
+    assert step["num_turns/mean"] == pytest.approx(sum(each["tries"] for each in seen) / 64)
+    assert step["episode/failed_ratio"] == 0 and not any(name.startswith("environment/agent_") for name in step)
+    assert 0 < max(differences(run)) < BOUND
 
 
 def test_an_agent_at_the_endpoint_is_an_environment(command_line) -> None:
