@@ -38,6 +38,7 @@ post("/chat/completions", {"model": "any", "messages": [{"role": "user", "conten
 DRIVER = """
 import sys
 from megatron_rl.agents.agent_environment import AgentSource
+from megatron_rl.agents.endpoint import EndpointLimits
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import EnvironmentProcesses
 with EnvironmentProcesses({agents!r}, 2, 60.0, opens=True) as processes:
