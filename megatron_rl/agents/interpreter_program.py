@@ -155,18 +155,16 @@ async def serve(channel: socket.socket) -> None:
                 loop.call_soon_threadsafe(requests.put_nowait, json.loads(line))
         os._exit(0)  # a call that never returns would hold up any other end
 
-    def write(content: Content) -> None:
+    def write(line: str) -> None:
         with writing:
-            channel.sendall(json.dumps(content, allow_nan=False).encode() + b"\n")
+            channel.sendall(line.encode() + b"\n")
 
     async def answer(served: Served, asked: Content) -> None:
         try:
-            returned = await served.call(asked)
-            said: Content = {"id": asked["id"], "returned": returned}
-            json.dumps(said, allow_nan=False)
+            line = json.dumps({"id": asked["id"], "returned": await served.call(asked)}, allow_nan=False)
         except BaseException as error:
-            said = {"id": asked["id"], "raised": described(error)}
-        write(said)
+            line = json.dumps({"id": asked["id"], "raised": described(error)})
+        write(line)
 
     threading.Thread(target=read, daemon=True).start()
     hello = await requests.get()
@@ -174,8 +172,9 @@ async def serve(channel: socket.socket) -> None:
         served = Served(hello)
     except BaseException as error:
         reason = described(error)
-        return write({"refused": reason, "missing": error.name if isinstance(error, ModuleNotFoundError) else None})
-    write({"methods": served.methods})
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        return write(json.dumps({"refused": reason, "missing": missing}))
+    write(json.dumps({"methods": served.methods}))
     tasks = set()
     while True:
         task = asyncio.ensure_future(answer(served, await requests.get()))

@@ -110,27 +110,24 @@ class Judging:
         ]
 
     def _replies(
-        self, first: Mapping[tuple[int, ...], Written], sizes: Mapping[tuple[int, ...], int]
+        self, first: Mapping[tuple[int, ...], str], sizes: Mapping[tuple[int, ...], int]
     ) -> dict[tuple[int, ...], Opinion]:
-        """Read the verdicts of the first attempt, and ask again for missing ones. sizes: responses that a verdict
-        is on, of each question.
+        """Read the verdicts of the first attempt's texts, and ask again for missing ones. sizes: responses that a
+        verdict is on, of each question.
         """
         replies = {question: Opinion() for question in first}
-        written, attempt = first, 0
+        texts, attempt = first, 0
         while True:
-            for question, reply in written.items():
-                text = self._own.decode(list(reply.token_ids), skip_special_tokens=True)
+            for question, text in texts.items():
                 replies[question] = Opinion(text, self._read(text, sizes[question]), attempt)
             open_ = [question for question, reply in replies.items() if reply.verdict is None]
             if not open_ or attempt == self._keys.retries:
                 return replies
             attempt += 1
-            written = self._attempt(open_, attempt)()
+            texts = self._attempt(open_, attempt)()
 
-    def _attempt(
-        self, questions: Sequence[tuple[int, ...]], attempt: int
-    ) -> Callable[[], dict[tuple[int, ...], Written]]:
-        """Ask questions, or take their replies from the record that is repeated."""
+    def _attempt(self, questions: Sequence[tuple[int, ...]], attempt: int) -> Callable[[], dict[tuple[int, ...], str]]:
+        """Ask questions, or take their replies from the record that is repeated; the result waits for the texts."""
         keys, judge = self._keys, self.name
         warm = WARMTH if attempt and not keys.temperature else keys.temperature
         sampling = Sampling(warm, keys.top_p, keys.top_k, keys.max_response_length, salt=0)
@@ -143,15 +140,15 @@ class Judging:
         assert known is not None or self.asker is not None  # the run has given one
         asked = None if known is not None or self.asker is None else self.asker.start(starts)
 
-        def wait() -> dict[tuple[int, ...], Written]:
+        def wait() -> dict[tuple[int, ...], str]:
             written = known or []
             if asked is not None:
                 drawn = asked()
                 written = [Written(drawn[place].token_ids, drawn[place].log_probs) for place in range(len(starts))]
-            for name, reply in zip(names, written, strict=True):
-                text = self._own.decode(list(reply.token_ids), skip_special_tokens=True)
+            texts = [self._own.decode(list(reply.token_ids), skip_special_tokens=True) for reply in written]
+            for name, reply, text in zip(names, written, texts, strict=True):
                 self._record.add(judge, name, reply, text)
-            return dict(zip(questions, written, strict=True))
+            return dict(zip(questions, texts, strict=True))
 
         return wait
 

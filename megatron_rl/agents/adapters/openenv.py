@@ -110,9 +110,9 @@ class Environment:
 
     def _parsed(self, kind: str, reply: str | bytes) -> tuple[str, float, bool]:
         try:
-            said = json.loads(reply)
-            said, data = said["type"], said["data"]
-            if said == "error":
+            message = json.loads(reply)
+            data = message["data"]
+            if message["type"] == "error":
                 raise ValueError(f"the server refused {kind}: {str(data.get('message', data))[:200]}")
             seen, reward, is_done = data["observation"], data.get("reward"), data.get("done", False)
             text = json.dumps(seen) if self._field is None else str(seen[self._field])
