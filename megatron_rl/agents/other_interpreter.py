@@ -70,6 +70,7 @@ class InterpreterProgram:
         ours.settimeout(START_S)
         self._socket = ours
         self._connecting: asyncio.Task[asyncio.StreamWriter] | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self.starts += 1
         try:
             ours.sendall(json.dumps(self._hello, default=str).encode() + b"\n")
@@ -128,6 +129,7 @@ class InterpreterProgram:
     async def _connect(self) -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE)
         self._reading = asyncio.ensure_future(self._read(reader, self._process))
+        self._writer = writer
         return writer
 
     async def _read(self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]) -> None:
@@ -141,8 +143,8 @@ class InterpreterProgram:
                     _settle(answer, said)
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = f"its program wrote what is no reply: {error!r:.80}"
-        if self._process is not process:
-            return  # another one has taken its place
+        if process.returncode is not None:
+            return  # `end` has ended it, and another one may have taken its place
         if self.ends_worker:
             self.end()
             os._exit(EXITED)
@@ -150,7 +152,12 @@ class InterpreterProgram:
 
     def end(self, reason: str = "") -> None:
         """Kill the program with its process group; calls that wait for it fail. reason: why, if not by its end."""
-        self._socket.close()
+        if self._writer is None:
+            self._socket.close()
+        else:
+            # The transport lets go of the descriptor before it closes it: else it would do so when it is collected, and
+            # the next program's descriptor, which may have the same number, would no longer be read.
+            self._writer.transport.abort()
         if not self.has_ended:
             kill_group(self._process.pid)
         code, self._connecting = self._process.wait(), None
@@ -161,11 +168,10 @@ class InterpreterProgram:
     async def close(self) -> None:
         """End the program and what reads its replies."""
         if self._connecting is not None:
-            writer = await self._connecting
+            await self._connecting
             self._reading.cancel()
             with suppress(asyncio.CancelledError):
                 await self._reading
-            writer.close()
         self.end()
 
 
