@@ -11,7 +11,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,19 @@ from megatron_rl.cluster.stale_processes import UNKILLABLE_AFTER_S, leaving_none
 PIECE = 1 << 16
 PIECES_OF_A_PIPE = 16
 """A pipe of Linux holds 1 MiB at most, unless the administrator permits more."""
-LOOK_S = 0.2
+LOOK_S, START_S = 0.2, 30.0
+"""Seconds between two looks, and seconds in which a machine with too many processes may come to permit a further one."""
+
+
+def _started(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return start()
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(LOOK_S)
 
 
 class Program:
@@ -48,20 +60,24 @@ class Program:
         """Start it. variables: its whole environment. kept: the part of its output. content: its standard input.
 
         folder: its current one. errors_alone: its output is stderr alone. passed: descriptors that it gets. Raises
-        OSError.
+        OSError, where the machine has too many processes after START_S seconds.
         """
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command,
-            bufsize=0,
-            cwd=folder,
-            env=variables,
-            pass_fds=passed,
-            start_new_session=True,
-            stdin=pipe if content else nothing,
-            stdout=nothing if errors_alone else pipe,
-            stderr=pipe if errors_alone else subprocess.STDOUT,
-        )
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                bufsize=0,
+                cwd=folder,
+                env=variables,
+                pass_fds=passed,
+                start_new_session=True,
+                stdin=pipe if content else nothing,
+                stdout=nothing if errors_alone else pipe,
+                stderr=pipe if errors_alone else subprocess.STDOUT,
+            )
+
+        self._process = _started(start)
         self.pid, self.output = self._process.pid, b""
         self.has_ended = self.is_silent = False
         self._kept, self._unread = kept, memoryview(content)

@@ -146,10 +146,13 @@ def _run_script(
     """
     command, kept = ["/bin/bash", str(script.resolve()), *arguments], slice(-MOST_READ_BYTES, None)
     with leaving_none_running():
-        if is_trusted:
-            shell = Program(command, variables, kept=kept, folder=work, errors_alone=True)
-        else:
-            shell = ConfinedProgram(command, variables, work.parent, kept=kept, folder=work, errors_alone=True)
+        try:
+            if is_trusted:
+                shell = Program(command, variables, kept=kept, folder=work, errors_alone=True)
+            else:
+                shell = ConfinedProgram(command, variables, work.parent, kept=kept, folder=work, errors_alone=True)
+        except OSError as error:
+            raise ConfigError(f"{script} is not run: {command[0]} cannot be started: {error.strerror}") from None
         try:
             _wait(script, shell, work.parent)
         finally:

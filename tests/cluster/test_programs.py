@@ -54,6 +54,31 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     assert answer.fault == f"{tmp_path / 'text'} cannot be started: Permission denied"
 
 
+CROWDED = """
+import os, resource, signal, sys
+from pathlib import Path
+from megatron_rl.cluster import programs
+most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+def permit(number): resource.setrlimit(resource.RLIMIT_NPROC, (number, most))
+if os.getuid() == 0:
+    os.setuid(65534)
+permit(1)
+programs.START_S = float(sys.argv[1])
+signal.signal(signal.SIGALRM, lambda *_: permit(most))
+signal.setitimer(signal.ITIMER_REAL, 1.0)
+print(programs.answer_of(["/bin/echo", "begun"], 30.0, temporary=Path("/tmp")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("patience", "answer"), [("60", "text='begun\\n', fault=''"), ("0", "cannot be started: Resource temporarily")]
+)
+def test_a_machine_with_too_many_processes_gets_time(patience: str, answer: str) -> None:
+    """As a user with a limit of processes. Would not catch a limit that a container has, which gives the same error."""
+    done = subprocess.run([sys.executable, "-c", CROWDED, patience], capture_output=True, text=True, timeout=50)
+    assert answer in done.stdout, done.stderr
+
+
 FAMILY = """
 import os, subprocess, sys, time
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
