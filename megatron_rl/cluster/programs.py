@@ -25,7 +25,7 @@ PIECE = 1 << 16
 PIECES_OF_A_PIPE = 16
 """A pipe of Linux holds 1 MiB at most, unless the administrator permits more."""
 LOOK_S, START_S = 0.2, 30.0
-"""Seconds between two looks, and seconds in which a machine with too many processes may come to permit a further one."""
+"""Seconds between two looks, and seconds in which a machine may come to permit a further process."""
 
 
 def _started(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:

@@ -1,6 +1,6 @@
 """How fast and how lean is the way from training to rollout shards? Interleaved runs of several ways, on gloo ranks.
 
-Two layouts generate on the ranks that train, one on others ("split").
+Four layouts generate on the ranks that train, two of them with whole experts, and one on others ("split").
 
     python scripts/bench/transition.py [--json FILE] [--megabytes 256] [--rounds 7]
 
@@ -29,7 +29,7 @@ from resident import give_back, peak_growth
 from rich.console import Console
 from rich.table import Table
 from transition_arms import Arm, FullGather, Ours, OursVerified, PerTensor
-from transition_job import Job, Layout, ModelJob, qwen2_model, synthetic_model
+from transition_job import Job, Layout, ModelJob, qwen2_model, qwen3_moe_model, synthetic_model
 from transition_split import (
     GatherThenBroadcast,
     PerTensorBroadcast,
@@ -45,6 +45,8 @@ from megatron_rl.parallel.sharding import LogicalTensor
 LAYOUTS = [
     Layout("TP2PP2->TP2", 4, 2, 2, 2),
     Layout("TP4->TP2", 4, 4, 1, 2),
+    Layout("experts TP2PP2->TP2EP2", 4, 2, 2, 2, rollout_ep_size=2),
+    Layout("experts TP2PP2EP2->TP2EP2", 4, 2, 2, 2, ep_size=2, rollout_ep_size=2),
     SplitLayout("split TP2PP2->2xTP2", 4, 2, 2, 2, num_replicas=2),
 ]
 SLOPE_TENSORS = (64, 256, 1024)
@@ -66,16 +68,18 @@ def make_arms(job: ModelJob) -> dict[str, Arm]:
             "shard to shard, stacked whole": ShardToShard(job, BUCKET_BYTES),
         }
     assert isinstance(job, Job)
-    from transition_megatron import CoreResharding
-
-    return {
+    arms: dict[str, Arm] = {
         "ours": Ours(job, BUCKET_BYTES),
         "ours, verified": OursVerified(job, BUCKET_BYTES),
         "full gather": FullGather(job),
         "per tensor": PerTensor(job, cached=False),
         "per tensor, cached": PerTensor(job, cached=True),
-        "core.resharding": CoreResharding(job),
     }
+    if not any(tensor.is_expert for tensor in job.tensors.values()):
+        from transition_megatron import CoreResharding
+
+        arms["core.resharding"] = CoreResharding(job)
+    return arms
 
 
 def timed(arm: Arm) -> float:
@@ -144,8 +148,10 @@ def rank_main(rank: int, port: int, size: int, megabytes: int, slope_megabytes: 
     report: dict = json.loads(Path(path).read_text())
     for layout in LAYOUTS:
         if layout.num_ranks == size and layout.name in report:
-            measured = measure(make_job(layout, qwen2_model(megabytes)), rounds)
-            if slope_megabytes:
+            has_experts = layout.rollout_ep_size > 1
+            model = qwen3_moe_model(megabytes) if has_experts else qwen2_model(megabytes)
+            measured = measure(make_job(layout, model), rounds)
+            if slope_megabytes and not has_experts:
                 measured["us_per_tensor"] = slopes(layout, slope_megabytes * MIB, rounds)
             report[layout.name] = measured
     dist.barrier()

@@ -92,9 +92,7 @@ class FullGather:
                 for rank, slots, _ in self._members
                 if name in slots
             ]
-            if job.tensors[name].tp_dim is None:
-                held = held[:1]
-            job.load(self._shards, name, job.merge(name, held))
+            job.load(self._shards, name, job.merge(name, held[: job.num_shards(name)]))
 
     def shards(self) -> dict[str, torch.Tensor]:
         return self._shards
@@ -123,9 +121,9 @@ class PerTensor:
             if len(self._pp_ranks) > 1:
                 wire.broadcast(shard, self._pp_ranks[owner], job.pp_group)
             shards = [shard]
-            if job.tensors[name].tp_dim is not None:
-                shards = [torch.empty_like(shard) for _ in range(job.tp_group.size())]
-                wire.all_gather(shards, shard, job.tp_group)
+            if job.num_shards(name) > 1:
+                shards = [torch.empty_like(shard) for _ in range(job.num_shards(name))]
+                wire.all_gather(shards, shard, job.group_of(name))
             job.load(self._shards, name, job.merge(name, shards))
         self.received_bytes = wire.bytes_received
 

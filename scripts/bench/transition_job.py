@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,18 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A training layout and the rollout TP size it changes to; all on `world_size` ranks."""
+    """A training layout and the rollout TP and EP sizes it changes to; all on `world_size` ranks.
+
+    ep_size: above 1, its experts have no tensor parallelism. rollout_ep_size: above 1, the model has experts.
+    """
 
     name: str
     world_size: int
     tp_size: int
     pp_size: int
     rollout_tp_size: int
+    ep_size: int = 1
+    rollout_ep_size: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -34,7 +41,9 @@ class Layout:
 
     @property
     def grid(self) -> RolloutGrid:
-        return RolloutGrid(TrainGrid(self.world_size, self.tp_size, self.pp_size), self.rollout_tp_size)
+        etp_size = 1 if self.ep_size > 1 else None
+        train = TrainGrid(self.world_size, self.tp_size, self.pp_size, self.ep_size, etp_size)
+        return RolloutGrid(train, self.rollout_tp_size, self.rollout_ep_size)
 
 
 def synthetic_model(num_tensors: int, num_bytes: int) -> dict[str, LogicalTensor]:
@@ -61,8 +70,21 @@ def qwen2_model(megabytes: int) -> dict[str, LogicalTensor]:
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn
     num_layers = max(2, round((megabytes * 2**18 - 2 * vocab * hidden) / per_layer / 2) * 2)
     shape = ModelShape(num_layers, hidden, 8, 8, hidden // 8, ffn, vocab, tied=False)
-    specs = param_map(FAMILIES["Qwen2ForCausalLM"], shape)
-    # In the order of the layers: embedding first, final norm and head last.
+    return _in_order(param_map(FAMILIES["Qwen2ForCausalLM"], shape))
+
+
+def qwen3_moe_model(megabytes: int) -> dict[str, LogicalTensor]:
+    """A Qwen3-MoE of about that size in float32: 16 experts a layer, which have nine tenths of its bytes."""
+    hidden, ffn, vocab, num_experts = 512, 384, 2048, 16
+    per_layer = 4 * hidden * hidden + 3 * hidden * ffn * num_experts
+    num_layers = max(2, round((megabytes * 2**18 - 2 * vocab * hidden) / per_layer / 2) * 2)
+    sizes = (num_layers, hidden, 8, 8, hidden // 8, ffn, vocab)
+    shape = ModelShape(*sizes, tied=False, num_experts=num_experts, experts_per_token=2, qk_norm=True)
+    return _in_order(param_map(FAMILIES["Qwen3MoeForCausalLM"], shape))
+
+
+def _in_order(specs: Mapping[str, Any]) -> dict[str, LogicalTensor]:
+    """Its tensors in the order of the layers: embedding first, final norm and head last."""
     tensors = {spec.tensor.name: spec.tensor for spec in specs.values()}
     last = {name: tensors.pop(name) for name in ("model.norm.weight", "lm_head.weight")}
     return tensors | last
@@ -139,14 +161,26 @@ class ModelJob:
         for part in shard_of(self.tensors[name], self.wanted).parts:
             shards[name][part.index].copy_(whole[part.segment][box_index(part.box)])
 
-    def merge(self, name: str, tp_shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole segments from the training shards of all TP ranks."""
+    def num_shards(self, name: str) -> int:
+        """Number of different training shards of a tensor."""
+        tensor, train = self.tensors[name], self.grid.train
+        if tensor.is_expert:
+            return train.expert_tp_size * train.ep_size
+        return 1 if tensor.tp_dim is None else train.tp_size
+
+    def merge(self, name: str, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole segments from all different training shards, in the order of their ranks in a stage."""
         tensor = self.tensors[name]
-        if tensor.tp_dim is None:
-            return tp_shards[:1]
-        parts = [shard_of(tensor, self.grid.train.place(rank, VOCAB_MULTIPLE)).parts for rank in range(len(tp_shards))]
+        if len(shards) == 1:
+            return shards
+        parts = [shard_of(tensor, self.grid.train.place(rank, VOCAB_MULTIPLE)).parts for rank in range(len(shards))]
+        if self.grid.train.ep_size > 1 and tensor.is_expert:
+            return [
+                torch.cat([shard[own[number].index] for shard, own in zip(shards, parts, strict=True)])
+                for number in range(len(tensor.segments))
+            ]
         return [
-            torch.cat([shard[own[number].index] for shard, own in zip(tp_shards, parts, strict=True)], tensor.tp_dim)
+            torch.cat([shard[own[number].index] for shard, own in zip(shards, parts, strict=True)], tensor.tp_dim)
             for number in range(len(tensor.segments))
         ]
 
@@ -167,10 +201,20 @@ class Job(ModelJob):
         train = self.grid.train
         self.tp_group, _ = dist.new_subgroups_by_enumeration(train.tp_groups())
         self.pp_group, _ = dist.new_subgroups_by_enumeration(train.pp_groups())
+        experts = [
+            [rank for rank in group if train.pp_rank(rank) == stage]
+            for group in train.exchange_groups()
+            for stage in range(train.pp_size)
+        ]
+        self.expert_group, _ = dist.new_subgroups_by_enumeration(experts)
         self.exchange_group, _ = dist.new_subgroups_by_enumeration(train.exchange_groups())
         self.rollout_group, _ = dist.new_subgroups_by_enumeration(self.grid.tp_groups())
         self.wanted = self.grid.place(self.rank, VOCAB_MULTIPLE)
         self.hold()
+
+    def group_of(self, name: str) -> dist.ProcessGroup:
+        """The ranks that hold the different training shards of a tensor that is cut."""
+        return self.expert_group if self.tensors[name].is_expert else self.tp_group
 
     @cached_property
     def member(self) -> Member:
