@@ -251,9 +251,13 @@ class Episode:
         self.is_sampled[len(self.is_sampled) - num_tokens :] = [False] * num_tokens
         del self.log_probs[kept:], self.versions[kept:]
 
-    def truncate(self) -> None:
-        """Take the tokens so far as the whole episode."""
-        self.finish = FINISHED_BY_LENGTH
+    def truncate(self, is_told: bool = False) -> None:
+        """Take the tokens so far as the whole episode. is_told: its environment hears of it, and one more reply ends
+        it.
+        """
+        self.waits, self.finish = is_told, "" if is_told else FINISHED_BY_LENGTH
+        has_turn = self.is_sampled[-1:] == [True]
+        self.limit = (CUT if has_turn else OVER) * is_told
 
     def resample(self) -> None:
         """Drop all but the prompt and the opening; what follows is generated again with another seed."""

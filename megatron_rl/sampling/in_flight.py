@@ -120,13 +120,14 @@ class InFlightBatches:
                 self._drafts[step] = self.drafts(step).plus(new.drafts)
         return [request for request in drawn if self.episode(request).waits]
 
-    def take(self, request: int, reply: Reply) -> bool:
+    def take(self, request: int, reply: Reply, is_last: bool = False) -> bool:
         """Add the reply to a turn; returns whether the request is finished. Where it hears that it is cut off, it
-        waits again.
+        waits again. is_last: it is finished, even if it has failed.
         """
         episode = self.episode(request)
         assert self._limits is not None
-        episode.take(reply, self._limits, self._hears_cut(request))
+        limits = replace(self._limits, max_retries=0) if is_last else self._limits
+        episode.take(reply, limits, self._hears_cut(request))
         return episode.finish != ""
 
     @property

@@ -146,12 +146,24 @@ class RequestQueue:
             episode = self.answers.episode(decision.request)
             match decision.kind:
                 case "truncate":
-                    episode.truncate()
+                    self._truncate(decision.request)
                 case "resample":
                     episode.resample()
                 case "forget":
                     episode.forget()
             self._forget([decision.request])
+
+    def _truncate(self, request: int) -> None:
+        """End a straggler with its tokens so far. Where its environment hears of it, this waits for the grade: the
+        trainer waits for nothing else.
+        """
+        episodes, episode = self.episodes, self.answers.episode(request)
+        is_told = episodes is not None and episodes.hears_cut(request)
+        episode.truncate(is_told)
+        if episodes is not None and is_told:
+            episodes.submit(request, episode)
+            ((_, reply),) = episodes.take_of({request}, waits=True)
+            self.answers.take(request, reply, is_last=True)
 
     def _end(self, finished: Sequence[int]) -> None:
         self._forget(finished)

@@ -403,8 +403,25 @@ def test_long_observations_are_cut(tmp_path: Path, side: str, text: str):
         waiting.extend(Drawn((5, tokenizer.eos_token_id), (-0.5, -0.5), "stop"), 3, has_turns=True)
 
 
-def live_episodes(folder: Path, limit: TextLimit) -> tuple[PreTrainedTokenizerBase, LiveEpisodes]:
-    (folder / "env.py").write_text(LONG)
+@pytest.mark.parametrize("drawn", [(5, 6), ()])
+def test_a_truncated_straggler_has_its_grade(tmp_path: Path, drawn: tuple[int, ...]):
+    """In its second turn and before it. Would not catch one that the queue does not submit; test_request_queue.py
+    does.
+    """
+    _, live = live_episodes(tmp_path, TextLimit(4), LONG + "    def cut(self, turn): return 0.25 + turn.num_tokens\n")
+    late = episode(((5, 1), None), max_tokens=100)
+    for _ in range(2):
+        live.submit(3, late)
+        ((_, reply),) = live.take_of({3}, waits=True)
+        late.take(reply, EpisodeLimits(5))
+        if not late.finish:
+            late.extend(Drawn(drawn, (-0.5,) * len(drawn)), 3, has_turns=True)
+            late.truncate(is_told=True)
+    assert (late.finish, late.reward, num_turns(late)) == ("length", 0.25 + len(drawn), 1 + (len(drawn) > 0))
+
+
+def live_episodes(folder: Path, limit: TextLimit, text: str = LONG) -> tuple[PreTrainedTokenizerBase, LiveEpisodes]:
+    (folder / "env.py").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
     renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id], is_chat=False)
     host = ClassSource(str(folder / "env.py"), "Environment", "key", {}, limit).host()
