@@ -75,8 +75,9 @@ class Forget:
 
 
 class EnvironmentHost:
-    """Keeps environments by episode. opens: they begin their episodes. hears_cuts: they have a method `cut`. passing:
-    exceptions that end the process, and are no failures of an episode.
+    """Keeps environments by episode. opens: they begin their episodes. hears_cuts: they have a method `cut`.
+    plays_together: turns may be played at the same time. passing: exceptions that end the process, and are no failures
+    of an episode.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class EnvironmentHost:
         """
         self._reads_images = reads_images
         self._make, self._is_async, self._limit, self.opens, self._close = make, is_async, limit, opens, close
-        self.hears_cuts = hears_cuts
+        self.hears_cuts, self.plays_together = hears_cuts, is_async
         self._kept: dict[int, _Kept] = {}
         self.passing: tuple[type[BaseException], ...] = ()
 

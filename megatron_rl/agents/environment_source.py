@@ -20,6 +20,8 @@ from megatron_rl.user_code.user_calls import USERS
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 
 METHODS = ("reset", "step")
+MOST_TOGETHER = 32
+"""Turns that environments of one process, which wait for something, play at the same time."""
 
 
 class EnvironmentSource:
@@ -79,12 +81,14 @@ class ClassSource(EnvironmentSource):
 
 
 class EnvironmentsHere:
-    """Environments in this process; a context manager. Nothing ends a step that does not return."""
+    """Environments in this process; a context manager. Nothing ends a step that does not return. Turns are played when
+    replies are asked for, by async environments together.
+    """
 
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
         host.passing = USERS
-        self._answers: list[tuple[int, Answer | WithImages]] = []
+        self._turns: list[tuple[int, TurnJob]] = []
         self._loop, self._adopting = asyncio.new_event_loop(), ExitStack()
 
     def __enter__(self) -> Self:
@@ -108,17 +112,31 @@ class EnvironmentsHere:
         return self._host.hears_cuts
 
     def play(self, number: int, job: TurnJob) -> None:
-        """Play a turn."""
-        self._answers.append((number, self._done(self._host.do(job))))
+        """Have a turn played; the reply comes with `take`."""
+        self._turns.append((number, job))
 
     def take(self, waits: bool) -> list[tuple[int, Answer | WithImages]]:
-        """Return the replies that exist, by the numbers of `play`."""
-        answers, self._answers = self._answers, []
-        return answers
+        """Return the replies to all turns, by the numbers of `play`."""
+        turns, self._turns = self._turns, []
+        if not self._host.plays_together:
+            return [(number, self._done(self._host.do(job))) for number, job in turns]
+        numbers, jobs = [number for number, _ in turns], [job for _, job in turns]
+        return list(zip(numbers, self._loop.run_until_complete(self._together(jobs)), strict=True))
 
     def forget(self, episode: int) -> None:
-        """Drop the environment of an episode, if there is one."""
+        """Drop the environment of an episode, if there is one, and its turn."""
+        self._turns = [(number, job) for number, job in self._turns if job.episode != episode]
         self._done(self._host.do(Forget(episode)))
+
+    async def _together(self, jobs: list[TurnJob]) -> list[Answer | WithImages]:
+        room = asyncio.Semaphore(MOST_TOGETHER)
+
+        async def played(job: TurnJob) -> Answer | WithImages:
+            async with room:
+                answer: Answer | WithImages = await self._host.do(job)
+                return answer
+
+        return await asyncio.gather(*map(played, jobs))
 
     def _done(self, answer: Any) -> Any:
         return self._loop.run_until_complete(answer) if inspect.isawaitable(answer) else answer

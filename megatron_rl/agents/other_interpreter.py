@@ -328,7 +328,9 @@ class InterpreterSource(EnvironmentSource):
     def host(self) -> EnvironmentHost:
         program = self._program()
         program.timeout_s = None if self.is_agent else self.timeout_s  # an agent has it between its requests
-        return self._host(program)
+        host = self._host(program)
+        host.plays_together = self.is_agent  # a call that takes too long ends the program, and others' calls
+        return host
 
     def _file(self) -> Path:
         file = Path(file_of(self.path, self.key)).expanduser()

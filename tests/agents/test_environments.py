@@ -219,15 +219,16 @@ def test_a_lost_environment_is_played_again_and_must_answer_as_before(tmp_path):
 
 
 def test_async_environments_wait_side_by_side(tmp_path):
-    """Forty turns of half a second in one process, here one after the other. Would not catch a bound on how many."""
-    with EnvironmentProcesses(source(tmp_path, ASLEEP), 1, 20.0) as processes:
+    """Forty turns of half a second in one process, here and elsewhere. Would not catch a bound on how many."""
+    of = source(tmp_path, ASLEEP)
+    with EnvironmentProcesses(of, 1, 20.0) as processes, EnvironmentsHere(of.host()) as here:
         play(processes, job(99, "loaded"))
-        start = time.monotonic()
-        answers = play(processes, *(job(number, "x") for number in range(40)))
-        assert time.monotonic() - start < 10
-    assert [answer.messages[0]["content"] for answer in answers] == [f"{number} x" for number in range(40)]
-    (answer,) = play(EnvironmentsHere(source(tmp_path, ASLEEP).host()), job(3, "x"))
-    assert answer == Observation(({"role": "user", "content": "3 x"},), 0.5)
+        for environments in (processes, here):
+            start = time.monotonic()
+            answers = play(environments, *(job(number, "x") for number in range(40)))
+            assert time.monotonic() - start < 10
+            assert [answer.messages[0]["content"] for answer in answers] == [f"{number} x" for number in range(40)]
+            assert answers[3] == Observation(({"role": "user", "content": "3 x"},), 0.5)
 
 
 def test_a_killed_process_is_replaced_and_so_is_a_killed_keeper(tmp_path):
