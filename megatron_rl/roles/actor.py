@@ -30,16 +30,16 @@ from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss, sequence_mask
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
-from megatron_rl.roles.policy_followers import SampledPolicy
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.scoring_roles import num_compared
+from megatron_rl.roles.served_policy import ServedPolicy
 
 if TYPE_CHECKING:
     from megatron_rl.roles.distillation_terms import Distillation, DistillationTerms
     from megatron_rl.roles.mtp_training import MTPTraining
 
 
-class Actor(SampledPolicy):
+class Actor(ServedPolicy):
     """The policy that is trained."""
 
     watches_experts = True
@@ -60,6 +60,7 @@ class Actor(SampledPolicy):
         self.scorer = TokenScorer(*model, config.temperature, num_tokens, rank.unsampled, bitwise)
         # For given examples, which were not sampled.
         self.reader = TokenScorer(*model, temperature=1.0)
+        self.client_scorer = TokenScorer(*model, 1.0, num_tokens, rank.unsampled, bitwise)
         self.routing = self.trainable.pipeline.routing
         self.distillation: Distillation | None = None
         if config.distillation.enabled:

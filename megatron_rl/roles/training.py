@@ -183,8 +183,21 @@ class TrainableModel:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.pipeline = Pipeline(self.chunks, groups, device)
         self.balance: ExpertBalance | None = None
-        # Of the gradients in the buffers: this rank's share of the loss, and the tokens of all ranks that count in it.
-        self._loss, self._num_tokens = torch.zeros((), device=device), 0
+        self._loss, self._num_tokens = self.no_sums
+
+    @property
+    def no_sums(self) -> tuple[torch.Tensor, int]:
+        """`sums` of no pass."""
+        return torch.zeros((), device=self.device), 0
+
+    @property
+    def sums(self) -> tuple[torch.Tensor, int]:
+        """(This rank's share of the loss, tokens of all ranks that count in it), of the gradients in the buffers."""
+        return self._loss, self._num_tokens
+
+    @sums.setter
+    def sums(self, sums: tuple[torch.Tensor, int]) -> None:
+        self._loss, self._num_tokens = sums
 
     @property
     def models(self) -> list[Chunk]:
@@ -253,6 +266,10 @@ class TrainableModel:
         Returns the metrics of all ranks' blocks on the last stage, None before.
         """
         self.clear_gradients()
+        return self.add_gradients(blocks, totals, loss)
+
+    def add_gradients(self, blocks: list[MicroBatch], totals: BatchTotals, loss: Loss) -> dict[str, float] | None:
+        """`compute_gradients`, added to those that are in the buffers."""
         if self.balance is not None:
             self.balance.begin(blocks)
 
@@ -261,16 +278,16 @@ class TrainableModel:
             return value, {**parts, OWN_LOSS: value.detach()}
 
         parts = self.pipeline.forward_backward(blocks, with_own_loss)
-        self._num_tokens = totals.tokens
+        self._num_tokens += totals.tokens
         of_experts = {} if self.balance is None else self.balance.metrics()
         if parts is None:
-            self._loss = torch.zeros((), device=self.device)
             return None
-        self._loss = parts.pop(OWN_LOSS)
+        self._loss = self._loss + parts.pop(OWN_LOSS)
         return numbers_over_ranks(parts, self.groups.row_group) | of_experts
 
     def clear_gradients(self) -> None:
         """Zero all gradients."""
+        self._loss, self._num_tokens = self.no_sums
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -1,0 +1,88 @@
+"""A policy as clients of a service use it: sums of losses, steps, and copies of its state (`megatron-rl serve`).
+
+All ranks of the pool must call every remote method, those with rows each with the rows of its data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_rl.dispatch import Dispatch, remote_method
+from megatron_rl.records import Batch
+from megatron_rl.roles.policy_followers import SampledPolicy
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.summed_gradients import SummedGradients
+    from megatron_rl.roles.token_scorer import TokenScorer
+    from megatron_rl.roles.training_states import TrainingStates
+
+
+class ServedPolicy(SampledPolicy):
+    """A policy that clients may train step by step. client_scorer: log-probs at temperature 1, over the tokens that
+    the rollout may sample."""
+
+    client_scorer: TokenScorer
+    _summed: SummedGradients | None = None
+    _states: TrainingStates | None = None
+
+    @remote_method(Dispatch.DP, phase="update", balanced=True)
+    def add_gradients(
+        self, batch: Batch, loss: str, settings: Mapping[str, float]
+    ) -> tuple[dict[str, float], Batch | None]:
+        """Add the gradients of a loss of `losses.summed` over all sampled tokens to those since the last step.
+
+        batch: with `advantages` (or weights), and `old_log_probs` where the loss reads them. Returns the loss, and
+        `old_log_probs` of this pass, on the last stage.
+        """
+        return self._gradients_of_clients.add(batch, loss, settings)
+
+    @remote_method(Dispatch.DP, phase="score", balanced=True)
+    def client_log_probs(self, batch: Batch) -> Batch | None:
+        """`old_log_probs`: the log-prob of every sampled token at temperature 1; None before the last stage."""
+        if self.trainable.pipeline.routing is not None:
+            self.trainable.pipeline.routing.begin(replays=False, records=False)
+        return self.client_scorer.score("old_log_probs", batch, self.score_cut)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def step_client(self, adam: Mapping[str, float]) -> dict[str, float]:
+        """Reduce the sums over all ranks and update with `AdamStep(**adam)`; the metrics of the step on every rank."""
+        from megatron_rl.roles.summed_gradients import AdamStep
+
+        return self._gradients_of_clients.step(AdamStep(**adam)).metrics("client")
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def keep_state(self, name: str, parts: Sequence[str]) -> int:
+        """Copy parts of the state to host memory; returns the bytes on each rank."""
+        return self._kept_states.keep(name, parts)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def take_state(self, name: str, parts: Sequence[str]) -> None:
+        """Continue with parts of a copy; moments and gradients that are not asked for are 0."""
+        self._kept_states.take(name, parts)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def take_weights_alone(self, name: str) -> None:
+        """Put the weights of a copy in place; moments and gradients stay."""
+        self._kept_states.take_weights(name)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def drop_state(self, name: str) -> None:
+        """Forget a copy."""
+        self._kept_states.drop(name)
+
+    @property
+    def _gradients_of_clients(self) -> SummedGradients:
+        from megatron_rl.roles.summed_gradients import SummedGradients
+
+        if self._summed is None:
+            self._summed = SummedGradients(self.trainable, self.client_scorer, self.cut)
+        return self._summed
+
+    @property
+    def _kept_states(self) -> TrainingStates:
+        from megatron_rl.roles.training_states import TrainingStates
+
+        if self._states is None:
+            self._states = TrainingStates(self.trainable)
+        return self._states
