@@ -1,7 +1,8 @@
 """Tasks of reasoning-gym, and their rewards (`adapter:reasoning_gym`). Rows are those of
 `megatron-rl dataset --from reasoning_gym:NAME`; an episode is one turn, scored by the task's own `score_answer`.
 
-kwargs: tag, the name of the part of a response that is scored: `<answer>5</answer>`; without it all of it counts.
+kwargs: tag, the name of the part of a response that is scored: `<answer>5</answer>`; without it all of it counts. A
+response that `score_answer` cannot read has a reward of 0, and counts as `unreadable`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ class Environment:
         self._entry = json.loads(extra["entry"])
         self._score = reasoning_gym.get_score_answer_fn(_known(self._entry["metadata"]["source_dataset"]))
 
-    def step(self, turn: Any) -> tuple[None, float, bool]:
+    def step(self, turn: Any) -> dict[str, Any]:
         """Score the response."""
         answer = extract_answer(turn.text, self._tag) or turn.text.strip()
-        return None, float(self._score(answer=answer, entry=self._entry)), True
+        try:
+            reward, counts = float(self._score(answer=answer, entry=self._entry)), {}
+        except Exception:
+            self._score(answer=self._entry["answer"], entry=self._entry)  # raises what is no fault of the response
+            reward, counts = 0.0, {"unreadable": 1.0}
+        return {"messages": (), "reward": reward, "is_done": True, "counts": counts}
 
 
 def rows(name: str, size: int, seed: int, **kwargs: Any) -> list[dict[str, Any]]:
