@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 from hypothesis import settings
@@ -38,6 +39,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """Date weekly tests, in the process that hears of every outcome."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(WeeklyRuns())
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Packages -> the interpreter of an environment with them, made once; tests skip where pip cannot install them."""
+    made: dict[str, str] = {}
+
+    def of(packages: str) -> str:
+        if packages not in made:
+            folder = tmp_path_factory.mktemp("packages") / "environment"
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            pip = [folder / "bin/python", "-m", "pip", "install", "-q", *packages.split()]
+            installed = subprocess.run(pip, capture_output=True, text=True)
+            if installed.returncode:
+                pytest.skip(f"pip cannot install {packages}: {installed.stderr[-200:]}")
+            made[packages] = str(folder / "bin/python")
+        return made[packages]
+
+    return of
 
 
 @pytest.hookimpl(tryfirst=True)
