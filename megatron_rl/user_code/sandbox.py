@@ -9,7 +9,8 @@ user and a mount namespace do, in which a named pipe outside can still be writte
 refuses what neither covers: modes, owners, times and attributes of files, sockets, signals, and leaving the process
 group. Of root's capabilities only that to read is left. FD receives READY just before PROGRAM starts, or the reason why
 it does not start. With --totals the process group is ended where all its processes together pass a limit, and FD
-receives which one.
+receives which one. Where the kernel asks before it forks (seccomp's notices, Linux 5.19), a group has about MOST_FORKED
+processes at most, however busy the machine is; one that doubles would take all numbers of processes within a second.
 
 This is a program of its own, without imports of this project: a process that confines itself must have one thread.
 """
@@ -18,14 +19,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
@@ -89,7 +93,7 @@ older ones.
 NEWEST = 450
 """Calls of larger numbers, which later kernels added, fail as on a kernel without them."""
 FURTHER = _numbers(
-    "open=2,- openat=257,56 clone=56,220 fcntl=72,25 ioctl=16,29 "
+    "open=2,- openat=257,56 clone=56,220 fork=57,- vfork=58,- fcntl=72,25 ioctl=16,29 "
     "prlimit64=302,261 socketpair=53,199 capget=125,90 capset=126,91 seccomp=317,277"
 )
 """Calls that are decided by an argument, or used here."""
@@ -100,7 +104,7 @@ UNIX_SOCKET, STREAM_SOCKET, SOCKET_TYPES = 1, 1, 0xF
 """A pair of them is connected to itself for ever, as a pipe is; asyncio needs one."""
 ASKING = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 """Permitted requests of ioctl: settings, size and group of a terminal, bytes to read, modes of a descriptor."""
-NEW_NAMESPACES = 0x7E020000
+NEW_NAMESPACES, NEW_THREAD = 0x7E020000, 0x00010000
 """Flags of clone."""
 LANDLOCK = {"create": 444, "add": 445, "restrict": 446}
 WRITE_FILE, TRUNCATE = 1 << 1, 1 << 14
@@ -157,7 +161,7 @@ def file_rights(abi: int) -> int:
 
 Instruction = tuple[int, int, int, int]
 LOAD, IF_EQUAL, IF_ABOVE, IF_BITS, AND, RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
-ALLOW, KILL = 0x7FFF0000, 0x80000000
+ALLOW, ASK, KILL = 0x7FFF0000, 0x7FC00000, 0x80000000
 
 
 def _fails(number: int) -> Instruction:
@@ -169,8 +173,8 @@ def _argument(index: int) -> Instruction:
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
-def program_of(machine: str) -> list[Instruction]:
-    """Return the filter as BPF instructions: code, jump if true, jump if false, operand."""
+def program_of(machine: str, forks: int = ALLOW) -> list[Instruction]:
+    """Return the filter as BPF instructions: code, jump if true, jump if false, operand. forks: what they meet."""
     allow, refuse = (RETURN, 0, 0, ALLOW), _fails(errno.EPERM)
     lines: list[Instruction] = [
         (LOAD, 0, 0, 4),
@@ -190,7 +194,9 @@ def program_of(machine: str) -> list[Instruction]:
     for name in REFUSED:
         call(name, refuse)
     new = ((IF_BITS, 0, 1, NEW_NAMESPACES), refuse)
-    call("clone", _argument(0), *new, allow)
+    call("clone", _argument(0), *new, (IF_BITS, 0, 1, NEW_THREAD), allow, (RETURN, 0, 0, forks))
+    for name in ("fork", "vfork"):
+        call(name, (RETURN, 0, 0, forks))
     owners = [step for command in SIGNALLING for step in ((IF_EQUAL, 0, 1, command), refuse)]
     call("fcntl", _argument(1), *owners, allow)
     asking = [step for request in ASKING for step in ((IF_EQUAL, 0, 1, request), allow)]
@@ -209,6 +215,9 @@ def program_of(machine: str) -> list[Instruction]:
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
 NO_NEW_PRIVILEGES, SIGNAL_OF_PARENTS_END, SET_FILTER = 38, 1, 1
+GIVE_NOTICES, WAIT_FOR_REPLIES, GO_ON = 1 << 3, 1 << 5, 1
+RECEIVE, REPLY = 0xC0502100, 0xC0182101
+"""Requests of ioctl for notices. WAIT_FOR_REPLIES: only the end of a process ends its wait."""
 NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
 BIND, PRIVATE_BELOW = 4096, 0x4000 | 0x40000
 MOUNT_SETATTR, READ_ONLY, NO_DEVICES, ALL_BELOW, HERE = 442, 1, 4, 0x8000, -100
@@ -301,15 +310,18 @@ def _drop_capabilities() -> None:
     _checked(LIBC.prctl(NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0))), "no new privileges")
 
 
-def _filter_calls(machine: str) -> None:
-    lines = b"".join(struct.pack("=HBBI", *line) for line in program_of(machine))
+def _filter_calls(program: Sequence[Instruction], flags: int) -> int:
+    lines = b"".join(struct.pack("=HBBI", *line) for line in program)
     held = ctypes.create_string_buffer(lines, len(lines))
-    program = struct.pack("@HP", len(lines) // 8, ctypes.addressof(held))
-    _call("seccomp", _number("seccomp"), SET_FILTER, 0, program)
+    filled = struct.pack("@HP", len(lines) // 8, ctypes.addressof(held))
+    return _call("seccomp", _number("seccomp"), SET_FILTER, flags, filled)
 
 
-def confine(folder: str, kernel: Kernel) -> None:
-    """Confine this process, and all that it will start, to `folder`. Raises Refused and OSError."""
+def confine(folder: str, kernel: Kernel, asks: bool = False) -> int | None:
+    """Confine this process, and all that it will start, to `folder`. Raises Refused and OSError.
+
+    asks: before it forks; return the descriptor of its notices, None where the kernel gives it none.
+    """
     way = way_of(kernel)
     for limit, most in (
         (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
@@ -326,7 +338,11 @@ def confine(folder: str, kernel: Kernel) -> None:
     _drop_capabilities()
     if way is FileProtection.LANDLOCK:
         _restrict_files(folder, kernel.landlock)
-    _filter_calls(kernel.machine)
+    if asks:
+        with suppress(OSError):
+            return _filter_calls(program_of(kernel.machine, ASK), GIVE_NOTICES | WAIT_FOR_REPLIES)
+    _filter_calls(program_of(kernel.machine), 0)
+    return None
 
 
 class Totals(NamedTuple):
@@ -342,11 +358,13 @@ class Totals(NamedTuple):
 
 
 TOTALS = Totals()
+MOST_FORKED = TOTALS.processes + 20
+"""So many are seen to pass TOTALS. Forks that were permitted and have not happened come on top."""
 
 
 def passed_limit(folder: str, group: int, most: Totals) -> str | None:
     """Return the limit that a process group has passed, as the end of a sentence; None for none."""
-    members = [int(name) for name in os.listdir("/proc") if name.isdigit() and _is_in(int(name), group)]
+    members = _members(group)
     if len(members) > most.processes:
         return f"has more than {most.processes} processes at a time"
     if sum(map(_resident, members)) > most.memory and sum(map(_proportional, members)) > most.memory:
@@ -368,10 +386,12 @@ def passed_limit(folder: str, group: int, most: Totals) -> str | None:
     return None
 
 
-def _is_in(process: int, group: int) -> bool:
-    with suppress(OSError):
-        return os.getpgid(process) == group
-    return False
+def _members(group: int) -> list[int]:
+    members = []
+    for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):
+            members += [process] if os.getpgid(process) == group else []
+    return members
 
 
 def _read(path: str) -> bytes:
@@ -382,13 +402,13 @@ def _read(path: str) -> bytes:
 
 
 def _resident(process: int) -> int:
-    """Memory of a process in bytes; what it shares counts for each that has it."""
+    """Memory of a process in bytes; shared pages count for each that has them."""
     fields = _read(f"/proc/{process}/statm").split()
     return int(fields[1]) * resource.getpagesize() if fields else 0
 
 
 def _proportional(process: int) -> int:
-    """Memory of a process in bytes; of what it shares with others, its part."""
+    """Memory of a process in bytes; of pages that it shares, its part."""
     lines = _read(f"/proc/{process}/smaps_rollup").splitlines()
     parts = [int(line.split()[1]) << 10 for line in lines if line.startswith(b"Pss:")]
     return sum(parts) if parts else _resident(process)
@@ -409,19 +429,45 @@ def _held_open(processes: Sequence[int]) -> tuple[int, int]:
     return number, sum(deleted.values())
 
 
-def _guard(program: int, folder: str, status: int, has_totals: bool) -> None:
-    """Wait for the program; if this process's parent ends before it, end the whole process group.
+class _Forks:
+    """Replies to the notices of forks in a group, which may have MOST_FORKED processes. at_most: called before a no."""
 
-    has_totals: end the group at its limits, too.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    _checked(LIBC.prctl(SIGNAL_OF_PARENTS_END, *map(ctypes.c_ulong, (signal.SIGTERM, 0, 0, 0))), "parent's end")
-    ended = os.pidfd_open(program)
-    while has_totals and not select.select([ended], [], [], POLL_S)[0]:
-        rule = passed_limit(folder, os.getpgrp(), TOTALS)
+    def __init__(self, notices: int, group: int, at_most: Callable[[], None]) -> None:
+        self._notices, self._group, self._at_most, self._left, self._counted = notices, group, at_most, 0, 0.0
+
+    def reply(self) -> None:
+        notice = bytearray(80)
+        with suppress(OSError):  # the process has ended meanwhile
+            fcntl.ioctl(self._notices, RECEIVE, notice)
+            if self._left == 0 and time.monotonic() - self._counted > POLL_S / 4:
+                self._left = max(0, MOST_FORKED - len(_members(self._group)))
+                self._counted = time.monotonic()
+            if self._left == 0:
+                self._at_most()
+            outcome = (0, GO_ON) if self._left else (-errno.EAGAIN, 0)
+            self._left -= self._left > 0
+            fcntl.ioctl(self._notices, REPLY, struct.pack("=8sqiI", notice[:8], 0, *outcome))
+
+
+def _guard(program: int, folder: str, status: int, has_totals: bool, notices: list[int]) -> None:
+    """Wait for the program; end its group with this process's parent, and with has_totals at its limits."""
+
+    def look() -> None:
+        rule = passed_limit(folder, os.getpgrp(), TOTALS) if has_totals else None
         if rule is not None:
             os.write(status, rule.encode())
             os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    _checked(LIBC.prctl(SIGNAL_OF_PARENTS_END, *map(ctypes.c_ulong, (signal.SIGTERM, 0, 0, 0))), "parent's end")
+    ended, looked = os.pidfd_open(program), time.monotonic()
+    forks = [_Forks(number, os.getpgrp(), look) for number in notices]
+    while ended not in (ready := select.select([ended, *notices], [], [], POLL_S if has_totals else None)[0]):
+        for one in forks if ready else ():
+            one.reply()
+        if time.monotonic() - looked >= POLL_S:
+            look()
+            looked = time.monotonic()
     os.waitpid(program, 0)
 
 
@@ -430,14 +476,18 @@ def main(words: Sequence[str]) -> None:
     has_totals = words[0] == "--totals"
     status, folder, *command = words[has_totals:]
     os.set_inheritable(int(status), False)
+    ours, theirs = socket.socketpair()
     child = os.fork()
     if child:
+        theirs.close()
         if not has_totals:
             os.close(int(status))
-        _guard(child, folder, int(status), has_totals)
+        _guard(child, folder, int(status), has_totals, socket.recv_fds(ours, 1, 1)[1])
         return
     try:
-        confine(folder, this_kernel())
+        ours.close()
+        notices = confine(folder, this_kernel(), asks=True)
+        socket.send_fds(theirs, [READY], [] if notices is None else [notices])
         os.write(int(status), READY)
         os.execv(command[0], command)
     except (Refused, OSError) as error:

@@ -20,7 +20,7 @@ from megatron_rl.cli.porting import port_command
 from megatron_rl.errors import ConfigError
 from megatron_rl.port import shell
 from megatron_rl.user_code import sandbox
-from megatron_rl.user_code.confined_program import scratch_folder
+from megatron_rl.user_code.confined_program import ConfinedProgram, scratch_folder
 from megatron_rl.user_code.sandbox import FileProtection, Kernel, Refused
 
 BEST = Kernel("x86_64", 7, filters=True, namespaces=False)
@@ -220,7 +220,7 @@ from megatron_rl.port import shell
 from megatron_rl.user_code import sandbox
 sandbox._drop_capabilities()
 sandbox.REFUSED = sandbox._numbers("landlock=444,444 unshare=272,97")
-sandbox._filter_calls(os.uname().machine)
+sandbox._filter_calls(sandbox.program_of(os.uname().machine), 0)
 script = Path(sys.argv[1])
 try:
     shell.launches_of(script, [], {})
@@ -276,6 +276,23 @@ def test_limits(tmp_path, monkeypatch, scratch, text, limits, expected):
     monkeypatch.setattr(shell, "TIME_LIMIT_S", 30.0 if limits else 0.3)
     with pytest.raises(ConfigError, match=expected):
         shell.launches_of(written(tmp_path, text), [], {})
+
+
+def test_what_doubles_is_held_by_the_kernel(tmp_path, scratch):
+    """As where nobody gets to look: its processes double for two seconds after they are many. Would not catch a kernel
+    that asks nobody before it forks.
+    """
+    script, variables = written(tmp_path, "b() { b & b & b; }; b"), {"PATH": "/usr/bin:/bin"}
+    doubling = ConfinedProgram(["/bin/bash", str(script)], variables, tmp_path, kept=slice(0), errors_alone=True)
+    try:
+        most, looks = 0, 0
+        while looks < 10:
+            assert not doubling.ended_within(0.2)
+            most = max(most, len(sandbox._members(doubling.pid)))
+            looks += most > sandbox.TOTALS.processes
+    finally:
+        doubling.close()
+    assert most < 2 * sandbox.MOST_FORKED
 
 
 RUNAWAY = """
