@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from megatron_rl.cli.options import check_number
 from megatron_rl.cli.output import refuse_to_lose_output, say
-from megatron_rl.config.adapter_files import PREFIX, adapter_names, file_of
+from megatron_rl.config.adapter_files import PREFIX, WITHOUT_PACKAGE, adapter_names, file_of
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.data.made_rows import chosen_columns, rows_of_file, rows_of_tasks, write_rows
 from megatron_rl.errors import ConfigError
@@ -64,6 +65,8 @@ def _tasks(
     from megatron_rl.agents.observation import EpisodeError
     from megatron_rl.agents.other_interpreter import InterpreterProgram
 
+    if python is None and adapter in WITHOUT_PACKAGE:
+        python = sys.executable
     if python is None:
         raise ConfigError(f"--from {adapter}:{name} needs --python, the interpreter that has the adapter's package")
     file = file_of(f"{PREFIX}{adapter}", "--from")

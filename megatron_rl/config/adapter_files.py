@@ -9,6 +9,8 @@ from megatron_rl.errors import Violation
 
 ADAPTERS = Path(__file__).parents[1] / "agents" / "adapters"
 PREFIX = "adapter:"
+WITHOUT_PACKAGE = ("harbor",)
+"""Adapters that the run's own interpreter runs."""
 
 
 def adapter_names() -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.adapter_files import PREFIX
+from megatron_rl.config.adapter_files import PREFIX, WITHOUT_PACKAGE
 from megatron_rl.config.algorithms import has_scores, trains_on_rule, uses_rule
 from megatron_rl.config.declarations import REWARDS
 from megatron_rl.config.judge_rules import judge_problems
@@ -107,8 +107,11 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
         rule = "runs environment.path or agent.path, and neither is set: tools and commands have the run's own"
         yield Violation({f"{key}.python": keys.python}, rule, {f"{key}.python": None})
     for name, path in ((f"{key}.environment.path", keys.environment.path), (f"{key}.agent.path", keys.agent.path)):
-        if keys.python is None and path is not None and path.startswith(PREFIX):
-            package = path.removeprefix(PREFIX)
+        package = path.removeprefix(PREFIX) if path is not None and path.startswith(PREFIX) else None
+        if keys.python is not None and package in WITHOUT_PACKAGE:
+            rule = f"must be null with {path}, which the run's own interpreter plays"
+            yield Violation({f"{key}.python": keys.python, name: path}, rule, {f"{key}.python": None})
+        elif keys.python is None and package is not None and package not in WITHOUT_PACKAGE:
             rule = f"must be an interpreter that has the packages of {path}: the run's own stays without them"
             hint = f"make one: python -m venv envs/{package}, and envs/{package}/bin/python -m pip install PACKAGES"
             near = {f"{key}.python": f"envs/{package}/bin/python"}

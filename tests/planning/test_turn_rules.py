@@ -40,6 +40,10 @@ def said(*overrides: str) -> str:
             (ON, f"{TURNS}.environment.path=adapter:gymnasium"),
             "try: actor_rollout_ref.rollout.multi_turn.python=envs/gymnasium/bin/python",
         ),
+        (
+            (ON, f"{TURNS}.environment.path=adapter:harbor", f"{TURNS}.python={sys.executable}"),
+            "must be null with adapter:harbor",
+        ),
     ],
 )
 def test_what_answers_turns_is_named_once(overrides, sentence):
