@@ -66,7 +66,7 @@ class ClassSource(EnvironmentSource):
     reads_images: bool = False
 
     def host(self) -> EnvironmentHost:
-        kind: Any = load_class(self.path, self.key, self.name, METHODS)
+        kind: Any = load_class(self.path, self.key, self.name, METHODS, self.kwargs)
         methods = {name: getattr(kind, name, None) for name in (*METHODS, "opening", "cut", "close")}
         is_async = any(map(inspect.iscoroutinefunction, methods.values()))
         opens, hears_cuts = methods["opening"] is not None, methods["cut"] is not None

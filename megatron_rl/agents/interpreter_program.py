@@ -58,11 +58,26 @@ class Served:
             raise ValueError(
                 f"{hello['name']} must have the methods {', '.join(hello['methods'])}; it has no {lacking[0]}"
             )
+        self._check_kwargs(hello["name"])
         if not inspect.isclass(self._made):
             check = getattr(module, "check", None) if hello["name"] != "rows" else None  # its arguments are an agent's
             check and check(**self._kwargs)
         elif hasattr(self._made, "check"):
             self._made.check(**self._kwargs)
+
+    def _check_kwargs(self, name: str) -> None:
+        """Raise ValueError for keyword arguments that the class or the function does not take."""
+        given = (
+            () if inspect.isclass(self._made) else ("name", "size", "seed") if name == "rows" else ("task", "endpoint")
+        )
+        try:
+            signature = inspect.signature(self._made)  # type: ignore[arg-type]
+        except ValueError:
+            return
+        try:
+            signature.bind(*given, **self._kwargs)
+        except TypeError as error:
+            raise ValueError(f"kwargs must be arguments of {name}: {error}; it takes {signature}") from None
 
     async def call(self, asked: Content) -> Any:
         """Return the value of a method of an episode's object, or of the function."""

@@ -59,8 +59,9 @@ def load_function(
     return function
 
 
-def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type:
-    """Run the file and return its class `name`, which must have `methods`.
+def load_class(path: str, key: str, name: str, methods: tuple[str, ...], kwargs: Collection[str] | None = None) -> type:
+    """Run the file and return its class `name`, which must have `methods`. kwargs: names that its constructor must
+    take, and no others.
 
     Raises ConfigError, naming the configuration key `key`, when the file fails to run or has no such class.
     """
@@ -71,6 +72,15 @@ def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type
     lacking = [method for method in methods if not callable(getattr(user_class, method, None))]
     if lacking:
         raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it has no {lacking[0]}")
+    try:
+        signature = inspect.signature(user_class) if kwargs is not None else None
+    except ValueError:  # Python has no code of this class
+        return user_class
+    try:
+        if signature is not None:
+            signature.bind(**dict.fromkeys(kwargs or ()))
+    except TypeError as error:
+        raise ConfigError(f"{key}={path}: kwargs must be arguments of {name}: {error}; it takes {signature}") from None
     return user_class
 
 

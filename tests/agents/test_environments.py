@@ -15,6 +15,7 @@ import pytest
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import ClassSource, EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, Turn, observation_of
+from megatron_rl.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -277,3 +278,9 @@ def test_one_of_many_that_hangs_costs_itself_alone(tmp_path, number, is_async):
         answers = play(processes, *turns(number, 4000))
     assert isinstance(answers[100], EpisodeFailure) and answers[100].cause == "timed_out"
     assert sum(isinstance(answer, Observation) for answer in answers) == number - 1
+
+
+def test_keyword_arguments_are_those_of_the_constructor(tmp_path):
+    """Refused before the run. Would not catch a wrong value."""
+    with pytest.raises(ConfigError, match="kwargs must be arguments of Environment: .* 'strat'"):
+        source(tmp_path, strat=1).host()

@@ -150,6 +150,14 @@ def test_an_agent_is_run_with_its_keyword_arguments(tmp_path):
         ({"text": "import no_such_module"}, "-m pip install no-such-module"),
         ({"name": "Enviroment"}, "must define Enviroment"),
         ({"text": "class Environment:\n    def reset(self, row): pass\n"}, "it has no step"),
+        (
+            {"kwargs": {"strat": 1}},
+            "kwargs must be arguments of Environment: got an unexpected keyword argument 'strat'",
+        ),
+        (
+            {"name": "run", "is_agent": True, "kwargs": {"wait": 1}},
+            "it takes (task, endpoint, weight=1.0)",
+        ),
         ({"python": "/nowhere/python"}, "multi_turn.python=/nowhere/python"),
         ({"python": "/bin/false"}, "has ended"),
         ({"text": "import os\nos._exit(3)"}, "has ended"),
