@@ -27,6 +27,7 @@ from tiny_models import (
     save_moonlight,
     save_qwen2,
     save_qwen2_moe,
+    save_qwen3_moe,
 )
 from tiny_moonshot import save_kimi_k2
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
@@ -36,6 +37,8 @@ KEYS_FOR_VALUES = save_gemma4_with_keys_for_values
 FOUR = (4, 2, 2)
 """TP2 and PP2; `ALL_AXES` cut experts, too."""
 ALL_AXES = SP | EP2 | ETP1
+OF_LORA = "actor_rollout_ref__model__lora"
+LORA, TARGETS = {f"{OF_LORA}__rank": 8}, f"{OF_LORA}__target_modules"
 
 
 def save_qwen2_with_copied_head(folder: Path, **changes) -> str:
@@ -175,7 +178,7 @@ AROUND_AN_UPDATE = (
     ),
     # Adapters alone, on heads of two sizes.
     Row(
-        Scenario(save_gemma4, "TP2, PP2, adapters", FOUR, keys={"actor_rollout_ref__model__lora__rank": 8}),
+        Scenario(save_gemma4, "TP2, PP2, adapters", FOUR, keys=LORA),
         GENERATION,
         WEEKLY,
     ),
@@ -185,6 +188,7 @@ AROUND_AN_UPDATE = (
     Row(Scenario(save_qwen3_next, "TP2, PP2, SP", FOUR, SP), Generation(0.01), LONG),
 )
 ROLLOUT_TP2 = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
+WHOLE_EXPERTS = {"actor_rollout_ref__rollout__expert_parallel_size": 2}
 BFLOAT16 = {"actor_rollout_ref__actor__megatron__dtype": "bfloat16"}
 # vLLM's kernels for bfloat16 on CPUs want sizes that are multiples of 32.
 WIDE_DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 64}
@@ -198,6 +202,14 @@ OTHER_CUTS = tuple(
         ("TP2, PP2, SP, rollout TP2", FOUR, SP, ROLLOUT_TP2),
         ("TP2, SP, rollout TP1", (2, 2, 1), SP, {}),
         ("DP2, rollout TP2", (2, 1, 1), {}, ROLLOUT_TP2),
+    )
+)
+# Experts that ranks have whole in generation, with adapters: of attention beside them, of experts merged into them.
+WITH_ADAPTERS = tuple(
+    Row(Scenario(save, layout, ranks, sizes, ROLLOUT_TP2 | WHOLE_EXPERTS | LORA | keys), GENERATION, WEEKLY)
+    for save, layout, ranks, sizes, keys in (
+        (save_qwen3_moe, "TP2, PP2, adapters, rollout EP2", FOUR, SP, {TARGETS: ["linear_qkv", "linear_proj"]}),
+        (save_qwen3_moe, "PP2, EP2, merged adapters, rollout EP2", (4, 1, 2), EP2, {f"{OF_LORA}__merge": True}),
     )
 )
 # As bfloat16 rounds; with experts of the gated delta families rounding may choose another one for a token. Of GLM-4.5
@@ -233,6 +245,7 @@ FAMILIES = (
     *GATED_DELTA,
     *AROUND_AN_UPDATE,
     *OTHER_CUTS,
+    *WITH_ADAPTERS,
     *IN_BFLOAT16,
     *ROWS_LAID_OUT,
     WIDE_HEADS,
