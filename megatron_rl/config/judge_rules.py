@@ -18,7 +18,9 @@ def judge_problems(config: RunConfig) -> Iterator[Violation]:
         yield from _scale_problems(f"reward_models.{name}", further)
     for name, settings in config.judges.items():
         group = scoring_key(name)
-        yield from _of_judge(group, settings)
+        if settings.judge.form in FIELDS:  # else the key's own check reports it
+            yield from _of_judge(group, settings)
+            yield from _of_comparison(config, group, settings.judge.form)
         if settings.asks_policy:
             yield from _of_policy(config, group, settings)
 
@@ -28,6 +30,13 @@ def _scale_problems(group: str, settings: ScoringModelConfig) -> Iterator[Violat
     if scale is not None and not (len(scale) == 2 and all(map(math.isfinite, scale)) and scale[0] < scale[1]):
         wrong = "must be [lowest, highest], both finite and the first below the second"
         yield Violation({key: scale}, wrong, {key: [0.0, 10.0]})
+
+
+def _of_comparison(config: RunConfig, group: str, form: str) -> Iterable[Violation]:
+    """Forms that compare need two responses to a prompt, or every score is the same."""
+    if form in (PAIRWISE, GROUP) and config.batch_sizes.samples_per_prompt < 2:
+        key = "actor_rollout_ref.rollout.n"
+        yield Violation({key: 1}, f"must be at least 2, as {group}.judge.form={form} compares responses", {key: 2})
 
 
 def _of_judge(group: str, settings: ScoringModelConfig) -> Iterator[Violation]:

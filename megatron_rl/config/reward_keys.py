@@ -14,6 +14,8 @@ from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS
 
 HELD_OUT, RUNNING = NORMALISATIONS = ("held_out", "running")
 """Choices of `normalize_reward` of a reward model, other than null."""
+RESPONSE_END, TURN_ENDS = SCORED_AT = ("response", "turns")
+"""Choices of `score_at` of a reward model."""
 
 
 @dataclass
@@ -82,6 +84,12 @@ class ScoringModelConfig:
     the held-out scores that the model's folder records | running: those of all training scores so far | null: none."""
     reward_clip_range: Annotated[list[float] | None, OURS] = None
     """[lowest, highest]: training clips the normalised score of the reward model to this range; null: no clipping."""
+    score_at: Annotated[str, OneOf(SCORED_AT), OURS] = RESPONSE_END
+    """Where the reward model scores. response: at the last token | turns: at the end of each turn, as a process reward
+    model; the score is the sum, and algorithm.turn_rewards=true places each part at its turn's end."""
+    step_end: Annotated[str | None, OURS] = None
+    """With score_at=turns: text of a token that ends a step within a turn, such as a line break; each step is scored as
+    a turn is. null: turns alone."""
     max_length: Size | None = None
     """With model.input_tokenizer: largest number of tokens of a conversation that the reward model reads; the end of a
     longer one is cut off. null: data.max_prompt_length + data.max_response_length."""

@@ -13,6 +13,7 @@ from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.config.judge_engine import judge_tp_size
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.early_questions import EarlyQuestions
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
@@ -40,14 +41,16 @@ class RanksOfJudge:
 
     def start(self, questions: Sequence[Start]) -> Callable[[], dict[int, Drawn]]:
         """Begin; the result waits for the replies."""
+        return partial(replies_of, self.send(questions)) if questions else dict
+
+    def send(self, questions: Sequence[Start]) -> Future[list[SliceReport]]:
+        """Call the ranks; at least one question."""
         slices, first = {}, 0
         for replica, size in enumerate(chunk_sizes(len(questions), self._num_replicas)):
             if size:
                 slices[replica] = Slice(0, None, tuple(questions[first : first + size]))
             first += size
-        if not slices:
-            return dict
-        return partial(replies_of, self._judge.judge(slices))
+        return self._judge.judge(slices)
 
 
 def replies_of(reports: Future[list[SliceReport]]) -> dict[int, Drawn]:
@@ -118,5 +121,8 @@ class RunJudges:
                 judge.is_asked_in_replays = isinstance(sampler, ReplicaSampler)
                 continue
             spec = placement.roles[judge.name]
-            num_ranks = placement.pool_of(judge.name).world_size
-            judge.asker = RanksOfJudge(roles[judge.name], num_ranks // judge_tp_size(self.config, spec))
+            pool = placement.pool_of(judge.name)
+            ranks = RanksOfJudge(roles[judge.name], pool.world_size // judge_tp_size(self.config, spec))
+            judge.asker = ranks
+            if len(pool.roles) == 1:  # others share their ranks with roles that generate or train meanwhile
+                judge.asker = judge.early = EarlyQuestions(ranks.send, judge.settings.judge.max_num_seqs)

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import STUDENTS_TOP
+from megatron_rl.config.reward_keys import TURN_ENDS
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
-from megatron_rl.records import Batch, ragged, single_turn
+from megatron_rl.losses.rows import sum_rows
+from megatron_rl.records import Batch, conversations, ragged, ragged_from_lengths, row_lengths, single_turn
 from megatron_rl.roles.critic import values_before
 from megatron_rl.roles.policy_followers import FollowingScorer, of_scoring_roles
 from megatron_rl.roles.rank import Rank
@@ -104,17 +107,31 @@ class Teacher(FollowingScorer):
 
 
 class RewardModel(ScoringRole):
-    """A frozen classifier with one label, which scores prompt and response as a whole.
+    """A frozen classifier with one label, which scores prompt and response as a whole, or each turn or step.
 
     It scores in train mode only, because the model may be offloaded during generation.
     """
+
+    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
+        """Read the weights. neighbours: the roles of this rank."""
+        super().__init__(spec, rank, neighbours)
+        tokenizer = rank.folders[rank.config.actor_rollout_ref.model.path].tokenizer
+        self._step_ends = tokens_with(tokenizer, spec.settings.step_end)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def scores(self, batch: Batch) -> Batch | None:
         """`scores`, the head's output at the last token of each row, sampled or not.
 
-        transformers' `...ForSequenceClassification` gives the same to a right-padded row.
+        transformers' `...ForSequenceClassification` gives the same to a right-padded row. With `score_at=turns` they
+        are sums of `turn_rewards`, the output at the end of each turn and step, and 0 at other sampled tokens.
         """
+        if self.spec.settings.score_at == TURN_ENDS:
+            ends = ends_of_turns(batch, self._step_ends)
+            flat = self.model.pipeline.forward(with_tokens_after(batch, ends), self.cut, values_before)
+            if flat is None:
+                return None
+            parts = torch.zeros(len(ends)).masked_scatter(ends, flat)[batch.flat("sampled")]
+            return Batch(scores=sum_rows(parts, batch.num_sampled), turn_rewards=batch.per_sampled_token(parts))
         flat = self.model.pipeline.forward(with_one_more_token(batch), self.cut, values_before)
         return None if flat is None else Batch(scores=flat)
 
@@ -128,6 +145,40 @@ def with_one_more_token(batch: Batch) -> Batch:
     if starts is not None:
         starts = ragged([torch.cat([row, row.new_zeros(1)]) for row in starts.unbind()])
     return single_turn(ragged(rows), torch.ones(len(rows), dtype=torch.int64), conversation_starts=starts)
+
+
+def tokens_with(tokenizer: PreTrainedTokenizerBase, text: str | None) -> torch.Tensor:
+    """int64: the tokens whose text has a text within; none for None."""
+    ids = [] if text is None else [token for token in range(len(tokenizer)) if text in tokenizer.decode([token])]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def ends_of_turns(batch: Batch, step_ends: torch.Tensor) -> torch.Tensor:
+    """bool [tokens]: the last token of each turn, and the sampled ones among `step_ends`, int64 ids."""
+    sampled, ids = batch.flat("sampled"), batch.flat("input_ids")
+    after = torch.cat([sampled[1:], sampled.new_zeros(1)])
+    after[conversations(batch)[1].cumsum(0) - 1] = False
+    return sampled & (~after | torch.isin(ids, step_ends))
+
+
+def with_tokens_after(batch: Batch, marked: torch.Tensor) -> Batch:
+    """Return rows with one more token at the end of each conversation, in which those that follow the marked ones,
+    bool [tokens], alone count as sampled: the value *before* these is the value of what is marked.
+    """
+    in_row, lengths = conversations(batch)
+    place = torch.arange(len(marked)) + torch.arange(len(lengths)).repeat_interleave(lengths)
+    size = len(marked) + len(lengths)
+    ids, starts, sampled = torch.zeros(size, dtype=torch.int64), *torch.zeros(2, size, dtype=torch.bool)
+    ids[place] = batch.flat("input_ids")
+    sampled[place[marked] + 1] = True
+    longer = row_lengths(batch["input_ids"]) + in_row
+    own = None
+    if "conversation_starts" in batch:
+        starts[place] = batch.flat("conversation_starts")
+        own = ragged_from_lengths(starts, longer)
+    columns = {"input_ids": ids, "sampled": sampled}
+    rows = {name: ragged_from_lengths(values, longer) for name, values in columns.items()}
+    return Batch(**rows, conversation_starts=own)
 
 
 def compared_tokens(rank: Rank, vocab_size: int) -> int:

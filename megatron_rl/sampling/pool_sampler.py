@@ -127,7 +127,9 @@ class PoolSampler(Sampler):
                 continue
             if not slices:
                 raise RuntimeError(f"batch {step} is not complete and no replica has anything to do")
-            for report in self.rollout.advance(slices).get():
+            running = self.rollout.advance(slices)
+            self.scores_ended()
+            for report in running.get():
                 if report.replica in slices:
                     queue.done(report)
             self._take_replies(waits=False)

@@ -51,6 +51,7 @@ class ReplicaSampler(Sampler):
         self.speed_warning = SpeedWarning(self.rules.ahead)
         self._check_stop = check_stop
         self._asked: UnscheduledRequests | None = None
+        self.driver.while_waiting = self.scores_ended
         if self._images is not None and self.answers.shown is not None:
             self.queue.has_features = self._images.has
             self.driver.while_waiting = self._read_late_images
@@ -74,6 +75,7 @@ class ReplicaSampler(Sampler):
 
     def _read_late_images(self) -> None:
         """Have the features of images that replies to turns show; the actor is idle, and the lock is this thread's."""
+        self.scores_ended()
         asked = () if self._asked is None else self._asked.unread
         if self.queue.unread or asked:
             self._read_images([*(reply.images for _, reply in self.queue.unread), *asked])

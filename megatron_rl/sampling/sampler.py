@@ -7,7 +7,7 @@ its own runs ahead, so that a checkpoint is the same with and without batches th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -191,8 +191,9 @@ class Sampler:
             schedule.lengths.batch_of = schedule.scheduler.groups.batch_of
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
         self.queue.keeps_prefixes = self.journal is None
+        self.scores_ended: Callable[[], None] = lambda: None
         if self.rules.slice_steps is not None:  # otherwise all responses of a batch come together
-            self.queue.on_end = sources.scorer.begin
+            self.queue.on_end, self.scores_ended = sources.scorer.begin, sources.scorer.proceed
         if self._groups is not None:
             self._groups.serve(self.queue)
         self._begin_episodes()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch
-from megatron_rl.scoring.rewards import Pending, Rewards
+from megatron_rl.scoring.rewards import Pending, Rewards, turn_rewards
 from megatron_rl.scoring.rule import Ended
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -51,7 +51,8 @@ class RoleScorer:
 
 
 class RewardScorer:
-    """`scores` of rule and reward models, and `components` and `greedy_scores` where the estimator reads them.
+    """`scores` of rule and reward models, and `components` and `greedy_scores` where the estimator reads them; what
+    process reward models add to `turn_rewards`.
 
     Also fills `SampledBatch.scored`; a batch that comes with it is not scored again.
     """
@@ -66,6 +67,10 @@ class RewardScorer:
         function of groups is called as the last response of a group ends.
         """
         self.rewards.begin(answer)
+
+    def proceed(self) -> None:
+        """Have judges work on what has begun, while others are generated; in the thread that takes batches."""
+        self.rewards.proceed()
 
     def start(self, batch: SampledBatch) -> None:
         """Raises RewardError as `Rewards.start`."""
@@ -85,7 +90,8 @@ class RewardScorer:
             greedy = rewards.greedy_scores(batch.rows, batch.greedy, self._greedy, batch.greedy_requests)
         batch.metrics |= rewards.shaping.metrics()
         components = rewards.components(batch.scored)
-        return Batch(scores=batch.scored.scores, components=components, greedy_scores=greedy)
+        turns = turn_rewards(batch.rows, batch.scored)
+        return Batch(scores=batch.scored.scores, components=components, greedy_scores=greedy, turn_rewards=turns)
 
 
 class HeldOutScorer:

@@ -25,6 +25,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.plain_values import finite_number, quote
 from megatron_rl.records import Conversation
+from megatron_rl.scoring.outcome import Sample
 
 RUBRIC_KEY = "rubric"
 """The entry of a row's extra_info that has its criteria."""
@@ -141,6 +142,12 @@ def rubric_fault(extra_info: Mapping[str, Any]) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def judged_response(prompt: Conversation, sample: Sample, group: int) -> JudgedResponse:
+    """Return a response as a judge is shown it."""
+    truth, info = str(sample.ground_truth), sample.extra_info or {}
+    return JudgedResponse(question_text(prompt), sample.solution, truth, info, group)
 
 
 def question_text(prompt: Conversation) -> str:

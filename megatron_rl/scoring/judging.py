@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,11 +16,12 @@ from megatron_rl.config.judge_keys import GROUP, PAIRWISE
 from megatron_rl.config.reward_keys import ScoringModelConfig, scoring_key
 from megatron_rl.records import Batch, Sampling
 from megatron_rl.rollout.slices import Drawn, Start
-from megatron_rl.scoring.judge_forms import Ask, JudgedResponse, asks_of, question_text, scores_of
+from megatron_rl.scoring.ended_cases import EndedCases
+from megatron_rl.scoring.judge_forms import Ask, JudgedResponse, asks_of, judged_response, scores_of
 from megatron_rl.scoring.judge_prompts import JudgePrompts, Question
 from megatron_rl.scoring.judge_record import JudgeRecord, Written, key_of
 from megatron_rl.scoring.judge_verdicts import VerdictReader
-from megatron_rl.scoring.rule import read_samples
+from megatron_rl.scoring.rule import Ended, read_samples, sample_of
 from megatron_rl.scoring.scored_answers import ModelScores
 
 Replies = dict[int, Drawn]
@@ -38,6 +40,13 @@ class Asker(Protocol):
         """Begin, as far as that needs no other call to end first; the result waits for the replies."""
 
 
+class EarlyAsker(Asker, Protocol):
+    """An asker that may be given questions before their replies are wanted."""
+
+    def begin(self, questions: Sequence[Start]) -> None:
+        """Begin as far as that waits for nothing."""
+
+
 @dataclass
 class Opinion:
     """The attempts at one question. verdict: None: no attempt has one."""
@@ -51,8 +60,9 @@ class Judging:
     """One judge as the controller asks it.
 
     name: that of the reward model. policy: the tokenizer of the responses. own: the judge's tokenizer. asker: set
-    before the first call, unless all is recorded. is_asked_in_replays: whether a replay does not take its replies from
-    the record. seed_of: (digest of a question, attempt) -> seed of the reply.
+    before the first call, unless all is recorded. early: the asker, if it works while responses are generated.
+    is_asked_in_replays: whether a replay does not take its replies from the record. seed_of: (digest of a question,
+    attempt) -> seed of the reply.
     """
 
     def __init__(
@@ -68,18 +78,32 @@ class Judging:
         self.name = name
         self.settings = settings
         self.asker: Asker | None = None
+        self.early: EarlyAsker | None = None
         self.is_asked_in_replays = False
         self._keys, self._policy, self._own, self._record = self.settings.judge, policy, own, record
         key = f"{scoring_key(name)}.judge"
         assert self._keys.prompt is not None  # it is a judge
         self._prompts = JudgePrompts(key, self._keys.prompt, self._own, self._keys.max_prompt_length)
         self._read = VerdictReader(self._keys)
+        self._ended = EndedCases(self._keys.form)
         self._seed_of_digest = seed_of
 
     @property
     def is_recorded(self) -> bool:
         """Whether its verdicts are repeated, and it is not asked."""
         return self._keys.recorded or (self._record.is_replay and not self.is_asked_in_replays)
+
+    def begin(self, answer: Ended) -> None:
+        """Note a response that has ended before its batch is complete, in any thread; `proceed` asks about it."""
+        if self.early is not None and not self.is_recorded and self.settings.scores_source(answer.row["data_source"]):
+            self._ended.add(answer)
+
+    def proceed(self) -> None:
+        """Ask about the responses that have begun, as far as their form needs no others."""
+        if self.early is not None:
+            asks = asks_of(self._keys.form, self._ended.take(partial(sample_of, self._policy)))
+            questions = self._prompts.fill([ask.places for ask in asks])
+            self.early.begin(self._starts(dict.fromkeys(question.token_ids for question in questions), 0))
 
     def start(self, rows: Batch, chosen: torch.Tensor | None) -> Callable[[], ModelScores]:
         """Ask about responses; the result waits for the judge. chosen: see `ModelScores.rows`.
@@ -102,12 +126,8 @@ class Judging:
     def _cases(self, rows: Batch) -> list[JudgedResponse]:
         samples = read_samples(rows, self._policy)
         prompts = rows.objects("raw_prompt")
-        return [
-            JudgedResponse(
-                question_text(prompt), sample.solution, str(sample.ground_truth), sample.extra_info or {}, group
-            )
-            for prompt, sample, group in zip(prompts, samples, rows["uid"].tolist(), strict=True)
-        ]
+        cases = zip(prompts, samples, rows["uid"].tolist(), strict=True)
+        return [judged_response(prompt, sample, group) for prompt, sample, group in cases]
 
     def _replies(
         self, first: Mapping[tuple[int, ...], str], sizes: Mapping[tuple[int, ...], int]
@@ -128,14 +148,8 @@ class Judging:
 
     def _attempt(self, questions: Sequence[tuple[int, ...]], attempt: int) -> Callable[[], dict[tuple[int, ...], str]]:
         """Ask questions, or take their replies from the record that is repeated; the result waits for the texts."""
-        keys, judge = self._keys, self.name
-        warm = WARMTH if attempt and not keys.temperature else keys.temperature
-        sampling = Sampling(warm, keys.top_p, keys.top_k, keys.max_response_length, salt=0)
-        starts = [
-            Start(number, ids, self._seed_of(ids, attempt), keys.max_response_length, sampling)
-            for number, ids in enumerate(questions)
-        ]
-        names = [key_of(judge, start.token_ids, sampling, start.seed) for start in starts]
+        starts, judge = self._starts(questions, attempt), self.name
+        names = [key_of(judge, start.token_ids, start.sampling, start.seed) for start in starts]
         known = [self._record.take(judge, name) for name in names] if self.is_recorded else None
         assert known is not None or self.asker is not None  # the run has given one
         asked = None if known is not None or self.asker is None else self.asker.start(starts)
@@ -151,6 +165,15 @@ class Judging:
             return dict(zip(questions, texts, strict=True))
 
         return wait
+
+    def _starts(self, questions: Iterable[tuple[int, ...]], attempt: int) -> list[Start]:
+        keys = self._keys
+        warm = WARMTH if attempt and not keys.temperature else keys.temperature
+        sampling = Sampling(warm, keys.top_p, keys.top_k, keys.max_response_length, salt=0)
+        return [
+            Start(number, ids, self._seed_of(ids, attempt), keys.max_response_length, sampling)
+            for number, ids in enumerate(questions)
+        ]
 
     def _seed_of(self, ids: tuple[int, ...], attempt: int) -> int:
         """Seed of a question, which depends on its tokens and not on when it is asked."""

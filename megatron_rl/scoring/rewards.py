@@ -15,17 +15,26 @@ from megatron_rl.checkpoint.model_folder import SCORE_AT_END, ModelFolder, Model
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING, ScoringModelConfig, scoring_key
+from megatron_rl.config.reward_keys import (
+    HELD_OUT,
+    OVERLONG,
+    RESPONSE_END,
+    RUNNING,
+    TURN_ENDS,
+    ScoringModelConfig,
+    scoring_key,
+)
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch
+from megatron_rl.plain_values import quote
+from megatron_rl.records import Batch, ragged
 from megatron_rl.scoring.judging import Judging
 from megatron_rl.scoring.rule import Ended, NoRule, RuleReward
-from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_part
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_part, with_turns
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
 from megatron_rl.scoring.text_reader import TextReader
 
@@ -66,6 +75,7 @@ class Rewards:
         self._readers = dict(readers or {})
         self._warn, self._clock = warn, clock
         self._warned_of_cuts: set[str] = set()
+        self._warned_of_silence: set[str] = set()
 
     def for_groups(self) -> Rewards:
         """Return what scores some groups of a batch at a time, in any thread: its seconds are not the step's."""
@@ -118,6 +128,18 @@ class Rewards:
                 f"{reader.length_key}={reader.max_length} in tokens of {reader.name}, which does not read their ends"
             )
 
+    def _warn_of_silence(self, model: ModelScores) -> None:
+        """Warn once of a judge without a single readable verdict on a batch; a metric counts them."""
+        unparsed = model.counts.get("unparsed", ())
+        if unparsed and all(unparsed) and model.name not in self._warned_of_silence:
+            self._warned_of_silence.add(model.name)
+            key, wrote = f"{scoring_key(model.name)}.judge", quote(model.texts["verdict"][0])
+            self._warn(
+                f"{model.name} has written no verdict on any of {len(unparsed)} responses, which get "
+                f"{key}.failed_score; on the first one it wrote {wrote}; try: other {key}.mark or {key}.verdicts, or a "
+                f"larger {key}.max_response_length"
+            )
+
     def task_scores(self, answers: Batch, pending: Pending) -> ScoredAnswers:
         """Score responses with the reward function, then wait for the reward models; warn of samples that the rule
         could not score.
@@ -129,8 +151,15 @@ class Rewards:
         return self._combined(self.rules, answers, pending, lambda model: None)
 
     def begin(self, answer: Ended) -> None:
-        """Have the rule score a response to a training prompt as `RuleReward.begin`."""
+        """Have the rule score a response to a training prompt as `RuleReward.begin`, and judges note it."""
         self._training_rules.begin(answer)
+        for judge in self.judges:
+            judge.begin(answer)
+
+    def proceed(self) -> None:
+        """Have judges on ranks of their own work on what has begun; the caller's thread is the one that calls ranks."""
+        for judge in self.judges:
+            judge.proceed()
 
     def _combined(
         self,
@@ -147,10 +176,11 @@ class Rewards:
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
             models = [wait() for wait in pending]
+            for model in models:
+                self._warn_of_silence(model)
             models = [dataclasses.replace(model, shaped=shape(model)) for model in models]
-            return with_part(
-                combine(scored, models, self._rule_weight), "environment_reward", answers.get("environment_rewards")
-            )
+            combined = with_turns(combine(scored, models, self._rule_weight), models, answers.num_sampled)
+            return with_part(combined, "environment_reward", answers.get("environment_rewards"))
 
     def training_scores(
         self,
@@ -204,7 +234,20 @@ def waited(
     spec: RoleSpec, scores: Future[Batch], is_cut: torch.Tensor | None, rows: torch.Tensor | None
 ) -> ModelScores:
     """Wait for the scores of a reward model. is_cut, rows: see `ModelScores`."""
-    return ModelScores(spec.name, scores.get()["scores"], spec.settings.weight, is_cut, rows=rows)
+    found = scores.get()
+    return ModelScores(
+        spec.name, found["scores"], spec.settings.weight, is_cut, rows=rows, turns=found.get("turn_rewards")
+    )
+
+
+def turn_rewards(rows: Batch, scored: ScoredAnswers) -> torch.Tensor | None:
+    """Ragged float32 [B, (N)]: the environment's rewards for turns, and those of process reward models; None where no
+    model gives any.
+    """
+    if scored.turns is None:
+        return None
+    given, found = rows.get("turn_rewards"), ragged(scored.turns)
+    return found if given is None else rows.per_sampled_token(found.values() + given.values())
 
 
 def reward_shaping(config: RunConfig) -> RewardShaping:
@@ -236,6 +279,19 @@ def scored_rows(settings: ScoringModelConfig, answers: Batch) -> torch.Tensor | 
     return torch.tensor([row for row, source in enumerate(sources) if source in mine], dtype=torch.int64)
 
 
+def check_turns(config: RunConfig) -> None:
+    """Raise ConfigError where what scores turns does not read the policy's tokens, which have them."""
+    for name, keys in config.scoring_models.items():
+        key, tokenizer = scoring_key(name), keys.model.input_tokenizer
+        if keys.score_at == TURN_ENDS and (keys.is_judge or tokenizer is not None):
+            reads = f"{key}.judge.prompt asks a judge" if keys.is_judge else f"{key}.model.input_tokenizer={tokenizer}"
+            rule = "needs a classifier that reads the policy's tokens, in which turns end"
+            raise ConfigError(f"{key}.score_at={TURN_ENDS} {rule}, and {reads}; try: {key}.score_at={RESPONSE_END}")
+        if keys.step_end is not None and (keys.score_at != TURN_ENDS or not keys.step_end):
+            given = f"{key}.step_end={quote(keys.step_end)}, {key}.score_at={keys.score_at}"
+            raise ConfigError(f"{given}: steps are text, and scored with turns alone; try: {key}.score_at={TURN_ENDS}")
+
+
 def text_readers(
     config: RunConfig, folders: ModelFolders, datasets: Sequence[PromptDataset]
 ) -> tuple[dict[str, TextReader], list[str]]:
@@ -245,6 +301,7 @@ def text_readers(
     cannot be loaded, where it has more tokens than its model, and where prompts cannot be read.
     """
     readers, notes = {}, []
+    check_turns(config)
     for role in roles_of(config):
         if not role.reads_text or role.score is None or role.score.longest is None:
             continue

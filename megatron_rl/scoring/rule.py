@@ -80,8 +80,7 @@ class RuleReward:
 
     def sample_of(self, answer: Ended) -> Sample:
         """Return the arguments of a reward function for a response that has ended."""
-        text, row = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True), answer.row
-        return Sample(row["data_source"], text, row["ground_truth"], row["extra_info"])
+        return sample_of(self.tokenizer, answer)
 
     def __call__(self, rows: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Score B responses. Their text has no special tokens (EOS, padding); an empty response is the text "".
@@ -134,6 +133,12 @@ class NoRule(contextlib.nullcontext[Any]):
         """Return B responses without a score."""
         samples = read_samples(rows, self.tokenizer)
         return ScoredAnswers(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)
+
+
+def sample_of(tokenizer: PreTrainedTokenizerBase, answer: Ended) -> Sample:
+    """Return the arguments of a reward function for a response that has ended before its batch is complete."""
+    text, row = tokenizer.decode(answer.token_ids, skip_special_tokens=True), answer.row
+    return Sample(row["data_source"], text, row["ground_truth"], row["extra_info"])
 
 
 def read_samples(rows: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

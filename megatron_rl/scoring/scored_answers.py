@@ -21,19 +21,22 @@ FIRST_MODEL, FIRST_NAME = "reward_model", "rm_score"
 class ScoredAnswers:
     """The scores of B responses, float32 [B]; a sample that the rule could not score has the configured score.
 
-    outcomes: the rule's. An outcome has neither a score nor a failure where there is no reward function.
+    outcomes: the rule's. An outcome has neither a score nor a failure where there is no reward function. turns: what
+    the scores have of process reward models, float32 [sampled tokens] of each response; None without such a model.
     """
 
     scores: torch.Tensor
     samples: list[Sample]
     outcomes: list[Outcome]
     first_failure: str | None
+    turns: list[torch.Tensor] | None = None
 
     def __getitem__(self, rows: torch.Tensor) -> ScoredAnswers:
         """Select the responses with these row numbers, int64 [b]."""
         numbers = rows.tolist()
         samples, outcomes = ([column[row] for row in numbers] for column in (self.samples, self.outcomes))
-        return ScoredAnswers(self.scores[rows], samples, outcomes, self.first_failure)
+        turns = None if self.turns is None else [self.turns[row] for row in numbers]
+        return ScoredAnswers(self.scores[rows], samples, outcomes, self.first_failure, turns)
 
     def metrics(self) -> dict[str, float]:
         """Count failed samples by kind and as a share; average each extra number over the samples that have it."""
@@ -108,6 +111,7 @@ def join(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
         [sample for part in parts for sample in part.samples],
         [outcome for part in parts for outcome in part.outcomes],
         next((part.first_failure for part in parts if part.first_failure is not None), None),
+        None if parts[0].turns is None else [turns for part in parts for turns in part.turns or ()],
     )
 
 
@@ -118,7 +122,8 @@ class ModelScores:
     is_cut: bool [B], True where the model does not read the end of a conversation; None if it reads the actor's
     tokens. shaped: rewards that training takes instead of the scores; None: training takes the scores. rows: int64 [B],
     the numbers of these responses in the batch; None if the model scores the whole batch. texts, counts: name -> what
-    else is logged of each response, such as the text of a judge and its further attempts.
+    else is logged of each response, such as the text of a judge and its further attempts. turns: ragged
+    float32 [B, (N)], the parts of a process reward model's scores on the tokens that end turns and steps.
     """
 
     name: str
@@ -129,6 +134,7 @@ class ModelScores:
     rows: torch.Tensor | None = None
     texts: Mapping[str, list[str]] = field(default_factory=dict)
     counts: Mapping[str, list[float]] = field(default_factory=dict)
+    turns: torch.Tensor | None = None
 
     @property
     def all_rows(self) -> torch.Tensor:
@@ -188,6 +194,18 @@ def combine(ruled: ScoredAnswers, models: Sequence[ModelScores], rule_weight: fl
         replace(outcome, extras=outcome.extras | extras) for extras, outcome in zip(parts, ruled.outcomes, strict=True)
     ]
     return replace(ruled, scores=scores, outcomes=outcomes)
+
+
+def with_turns(scored: ScoredAnswers, models: Sequence[ModelScores], num_sampled: torch.Tensor) -> ScoredAnswers:
+    """Add the parts of process reward models. num_sampled: int64 [B], of the responses; nothing without such models."""
+    if all(model.turns is None for model in models):
+        return scored
+    turns = [torch.zeros(number) for number in num_sampled.tolist()]
+    for model in models:
+        parts = () if model.turns is None else model.turns.unbind()
+        for row, values in zip(model.all_rows.tolist(), parts, strict=False):
+            turns[row] += model.weight * values
+    return replace(scored, turns=turns)
 
 
 def with_part(scored: ScoredAnswers, name: str, rewards: torch.Tensor | None) -> ScoredAnswers:

@@ -14,9 +14,13 @@ from command_line import REPOSITORY
 from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
+from megatron_rl.observe.sample_files import read_step, recorded_files
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 DEMO = REPOSITORY / "assets/demo"
+ONE_ID = 5
+"""The demo's token of the character 1."""
 
 
 def save_reward_model(folder: Path) -> Path:
@@ -81,6 +85,37 @@ def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_process_reward_model(command_line, tmp_path: Path) -> None:
+    """It scores every 1 that the policy writes and the end of its turn, as transformers does there; each part is the
+    reward of its token. Would not catch several turns: tests/scoring/test_combined_reward.py has them.
+    """
+    folder, weight = save_reward_model(tmp_path / "reward"), 0.5
+    keys = ("reward_model.score_at=turns", "reward_model.step_end=1", f"reward_model.weight={weight}")
+    judged = ("reward_model.enable=true", f"reward_model.model.path={folder}", "reward_model.rule_weight=0")
+    credit = (
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.turn_rewards=true",
+        "algorithm.use_kl_in_reward=false",
+    )
+    run = command_line(*SHORT, *LOCAL, *judged, *keys, *credit, "trainer.total_training_steps=1")
+    assert run.wait() == 0, run.text()
+    recorded = read_step(recorded_files(run.run)[1])
+    model, most = Qwen2ForSequenceClassification.from_pretrained(folder), 0
+    head = model.get_submodule("score")
+    for row in range(len(recorded.rows)):
+        ids, sampled = (torch.tensor(recorded.of(name, row)) for name in ("input_ids", "sampled"))
+        with torch.no_grad():
+            values = weight * head(model.model(ids[None]).last_hidden_state)[0, :, 0]
+        ends = sampled & (ids == ONE_ID)
+        ends[-1] = True
+        expected = (values * ends)[sampled]
+        assert torch.tensor(recorded.of("rewards", row)).tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+        assert recorded.columns["scores"][row] == pytest.approx(float(expected.sum()), abs=1e-4)
+        most = max(most, int(ends.sum()))
+    assert most > 1
+
+
+@pytest.mark.exhaustive
 def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -> None:
     """One by verl's keys, one by name, beside the rule: the score is the weighted sum of all three.
 
@@ -103,6 +138,7 @@ def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -
         "reward_model.n_gpus_per_node=1",
         f"reward_models.strict.model.path={folder}",
         "reward_models.strict.weight=0.25",
+        "reward_models.strict.score_at=turns",  # a response has one, which ends with it
         "reward_models.strict.pool=judges",
         "reward_models.strict.megatron.tensor_model_parallel_size=2",
         "pools.judges.n_gpus_per_node=2",

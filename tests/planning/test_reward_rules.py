@@ -37,6 +37,7 @@ def test_statistics_must_be_there(tmp_path: Path, group: str):
 
 
 JUDGE = ("reward_model.enable=true", "reward_model.model.path=self", 'reward_model.judge.prompt="{response}?"')
+COMPARES = ("reward_model.judge.form=group", 'reward_model.judge.prompt="{responses}?"')
 SHORT = ("reward_model.judge.max_prompt_length=8", "reward_model.judge.max_response_length=4")
 
 
@@ -49,6 +50,7 @@ SHORT = ("reward_model.judge.max_prompt_length=8", "reward_model.judge.max_respo
         ((*SHORT, "reward_model.judge.verdicts={good: yes}"), "must be words with scores that are finite"),
         ((*SHORT, "reward_model.judge.scale=[1,1]"), "must be [lowest, highest]"),
         ((*SHORT, "reward_model.judge.form=rubric"), "must have {criterion}"),
+        ((*SHORT, *COMPARES, "actor_rollout_ref.rollout.n=1"), "rollout.n=1 must be at least 2"),
         ((), "as reward_model.model.path=self"),
     ],
 )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from megatron_rl.config.judge_keys import JudgeConfig
 from megatron_rl.config.judge_rules import prompt_problems
 from megatron_rl.config.reward_keys import ScoringModelConfig
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.early_questions import SENT_AT_ONCE, EarlyQuestions
+from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Sampling
+from megatron_rl.observe.phase_clock import PhaseClock
+from megatron_rl.records import Sampling, ragged, single_turn
+from megatron_rl.rollout.slices import Drawn, SliceReport, Start
+from megatron_rl.scoring.ended_cases import EndedCases
 from megatron_rl.scoring.judge_forms import (
     Ask,
     JudgedResponse,
@@ -25,6 +32,9 @@ from megatron_rl.scoring.judge_forms import (
 from megatron_rl.scoring.judge_prompts import JudgePrompts, within
 from megatron_rl.scoring.judge_record import FILE, JudgeRecord, Written, key_of
 from megatron_rl.scoring.judge_verdicts import VerdictReader
+from megatron_rl.scoring.rewards import Rewards
+from megatron_rl.scoring.rule import Ended, NoRule, sample_of
+from megatron_rl.scoring.scored_answers import ModelScores
 
 KEY = "reward_model.judge"
 CHAT = (
@@ -149,6 +159,63 @@ def test_a_row_without_a_rubric_is_named_before_a_run_starts():
     assert "reward_models.strict.data_sources" in hint
     judged.data_sources = ["a"]
     check_rubrics(config, {"data.val_files": Rows("one")})
+
+
+def test_ended_responses_are_asked_about_once_and_comparisons_when_their_group_is_whole(tokenizer):
+    def ended(number, group):
+        row = {"prompt": "q", "data_source": "b", "ground_truth": 1, "extra_info": None}
+        return Ended(number, row, tokenizer("7", add_special_tokens=False)["input_ids"], group, 1, False)
+
+    for form, taken in (("single", [[0], [1, 1]]), ("pairwise", [[], [0, 0]])):
+        cases = EndedCases(form)
+        cases.add(ended(0, (0, 1)))
+        first = cases.take(partial(sample_of, tokenizer))
+        cases.add(ended(1, (0, 1)))
+        cases.add(ended(1 if form == "single" else 2, (2, 3)))
+        second = cases.take(partial(sample_of, tokenizer))
+        assert [[case.group for case in part] for part in (first, second)] == taken
+        assert {(case.question, case.response, case.ground_truth) for case in [*first, *second]} == {("q", "7", "1")}
+
+
+def test_a_judge_without_any_verdict_is_warned_of_once(tokenizer):
+    said = []
+    rewards = Rewards(RunConfig(), NoRule(tokenizer), [], said.append, PhaseClock(lambda name: None))
+    batch = single_turn(ragged([torch.tensor([4, 5])] * 2), torch.ones(2, dtype=torch.int64))
+    batch.add(**{name: ["x", "x"] for name in ("data_source", "ground_truth", "extra_info")})
+    for unparsed in ([1.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
+        texts, counts = {"verdict": ["hm", "hm"]}, {"unparsed": unparsed}
+        found = ModelScores("reward_model", torch.zeros(2), 1.0, texts=texts, counts=counts)
+        rewards.task_scores(batch, [lambda found=found: found])
+    (warning,) = said
+    assert "any of 2 responses" in warning and 'wrote "hm"' in warning.replace("'", '"') and KEY in warning
+
+
+class Ranks:
+    """Ranks of a judge whose calls end as soon as one waits for them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def send(self, questions):
+        self.calls.append([start.token_ids[0] for start in questions])
+        drawn = {start.request: Drawn(start.token_ids, (0.0,), "stop") for start in questions}
+        return Future(lambda _: [SliceReport(0, 0, 1, drawn, 0.0, 0.0)])
+
+
+def test_early_questions_are_asked_once_whoever_waits_for_them():
+    """As soon as there are enough of them; also where two wait for the same one, and one asks again later."""
+    ranks = Ranks()
+    early = EarlyQuestions(ranks.send, 1000)
+    many = [Start(number + 5, (number,), 0, 1, Sampling(0, 1, -1, 1, 0)) for number in range(SENT_AT_ONCE + 2)]
+    early.begin(many[:3])
+    assert not ranks.calls
+    early.begin(many[:SENT_AT_ONCE])
+    assert ranks.calls == [list(range(SENT_AT_ONCE))]
+    first, second = early.start(many[1:]), early.start(many[-1:])
+    assert [reply.token_ids for reply in first().values()] == [(number,) for number in range(1, len(many))]
+    assert ranks.calls[1:] == [[SENT_AT_ONCE, SENT_AT_ONCE + 1]]
+    assert list(second()) == [len(many) + 4] and early.start([])() == {} and [*early.start(many[:1])()] == [5]
+    assert len(ranks.calls) == 3  # the last one's reply was taken by the first, so that it was asked again
 
 
 def test_a_group_is_fenced_by_what_no_response_has():
