@@ -18,6 +18,9 @@ DIGEST_SIZE = 16
 NUMBERS_OF_PIECE = 7
 """Integers of a piece in `numbers_of_pieces`."""
 
+MOST_PIXELS = 64_000_000
+"""Most pixels of an image that is read."""
+
 Grid = tuple[int, int, int]
 """Patches of an image before merging: frames, rows and columns."""
 

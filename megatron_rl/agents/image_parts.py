@@ -11,11 +11,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.images import key_of
+from megatron_rl.images import MOST_PIXELS, key_of
 
 Part = dict[str, Any]
 Images = dict[str, bytes]
@@ -65,11 +66,12 @@ def _part(name: str, content: Any, part: Any, images: Images | None) -> Part:
     if kind in TEXTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in IMAGES:
-        raise ValueError(f"{name} must be text; it is {content!r:.80}")
+        raise ValueError(f"{name} must be text{'' if images is None else ' or images'}; it is {content!r:.80}")
     if images is None:
         rule = "images need data.image_key, and the policy's own messages have none"
         raise ValueError(f"{name} must be text; it has an image, and {rule}")
-    value = part.get("source") or part.get(kind if kind == "image" else "image_url")
+    value = part.get("source")
+    value = part.get(kind if kind == "image" else "image_url") if value is None else value
     encoded = _encoded(name, value.get("url") if kind == "image_url" and isinstance(value, Mapping) else value)
     if isinstance(encoded, str):
         return {"type": "image", "image": encoded}
@@ -98,8 +100,9 @@ def _encoded(name: str, value: Any) -> bytes | str:
 
 def _of_url(name: str, url: str) -> tuple[str, str]:
     head, comma, coded = url.partition(",")
-    media_type, *options = head.removeprefix("data:").split(";")
-    if not head.startswith("data:"):
+    scheme, _, form = head.lower().partition(":")
+    media_type, *options = form.split(";")
+    if scheme != "data":
         raise ValueError(f"{name}: an image must be {URL_FORM}; nothing is fetched, and this is {url!r:.60}")
     if not comma or options[-1:] != ["base64"]:
         raise ValueError(f"{name}: an image must be {URL_FORM}; it begins with {head!r:.60}")
@@ -139,6 +142,9 @@ def _png(name: str, value: Any) -> bytes:
     from PIL import Image
 
     try:
+        sides = value.size if isinstance(value, Image.Image) else value.__array_interface__["shape"][:2]
+        if math.prod(sides) > MOST_PIXELS:
+            raise ValueError(f"it has {' x '.join(map(str, sides))} pixels; at most {MOST_PIXELS:,}")
         image = value if isinstance(value, Image.Image) else Image.fromarray(value)
         image.save(content := io.BytesIO(), "PNG")
     except (TypeError, ValueError, OSError, KeyError, AttributeError) as error:

@@ -25,12 +25,12 @@ from megatron_rl.data.image_sources import ImageSource
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.data.template_process import RenderLimits, TemplateProcess, TemplateRefusal
 from megatron_rl.errors import ConfigError
-from megatron_rl.images import Grid, digest_of_image
+from megatron_rl.images import MOST_PIXELS, Grid, digest_of_image
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA"}
 """Kinds of pixels that have one meaning in 8-bit RGB."""
-MOST_BYTES, MOST_PIXELS, LEAST_SIDE, MOST_STRETCHED = 64 << 20, 64_000_000, 2, 200
+MOST_BYTES, LEAST_SIDE, MOST_STRETCHED = 64 << 20, 2, 200
 AT_ONCE = 8
 """Images that the child gets together."""
 LIMITS = RenderLimits(cpu_s=30.0, memory_bytes=2 << 30)

@@ -29,6 +29,7 @@ PART = {"type": "image", "image": key_of(PNG)}
 @pytest.mark.parametrize(
     "part",
     [
+        {"type": "image_url", "image_url": {"url": URL.replace("data:image/png", "Data:Image/PNG")}},
         {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
         {"type": "image_url", "image_url": URL},
         {"type": "input_image", "image_url": URL},
@@ -68,6 +69,7 @@ def test_every_form_is_the_same_part(part) -> None:
         (5, "it is a int"),
         (np.zeros((2, 2, 7, 3)), "cannot be written"),
         (np.zeros((8, 8, 3), complex), "cannot be written"),
+        (np.broadcast_to(np.uint8(0), (8001, 8000, 3)), "8001 x 8000 pixels; at most 64,000,000"),
     ],
 )
 def test_what_is_no_image_has_a_rule(image, rule: str) -> None:
