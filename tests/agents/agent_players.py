@@ -83,6 +83,14 @@ async def retries(task, endpoint):
     answer = await create(model="any", messages=[{"role": "user", "content": "one"}], timeout=0.5)
     assert answer.choices[0].message.content == "late"
 
+def hangs_up_in_a_thread(task, endpoint):
+    first, key = {"messages": [{"role": "user", "content": "first"}]}, {"x-api-key": endpoint.api_key}
+    try:
+        httpx.post(endpoint.base_url + "/chat/completions", json=first, headers=key, timeout=0.5)
+    except httpx.ReadTimeout:
+        asks(endpoint, openai.OpenAI)(model="any", messages=[{"role": "user", "content": "second"}])
+    return 2.0
+
 async def hangs_up(task, endpoint):
     create = asks(endpoint, retries=0)
     try:

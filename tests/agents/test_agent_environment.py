@@ -137,8 +137,13 @@ def test_a_client_that_asks_again_gets_the_same_answer(folder):
 
 def test_a_cancelled_request_has_no_reader(folder):
     """OpenAI's client hangs up while the policy samples: that turn is unread, and the next request begins another
-    conversation. One that reads nothing says so at its end. Would not catch a client that hangs up while it reads.
+    conversation. One that reads nothing says so at its end. Here, too, where nothing looks at clients meanwhile.
+    Would not catch a client that hangs up while it reads.
     """
+    with EnvironmentsHere(source(folder, "hangs_up_in_a_thread").host()) as here:
+        player = Player(here)
+        time.sleep(1.5)
+        assert player.say("lost").is_unread and player.say("2") == Observation((), 2.0, True)
     with EnvironmentProcesses(source(folder, "hangs_up"), 1, 60.0, opens=True) as processes:
         player = Player(processes)
         time.sleep(1.5)
