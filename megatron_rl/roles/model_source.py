@@ -160,7 +160,8 @@ class ModelSource:
             add_mtp_layer(chunks, self.model, self.hf_config)
         if self.trains_tower and self.groups.is_first_stage:
             dtype, split = getattr(torch, self.megatron.dtype), self.megatron.sequence_parallel
-            add_tower(chunks[0], self.folder.hf_config, dtype, self.device.torch_device, is_split=split)
+            # On the CPU as the chunks are, which all move at once
+            add_tower(chunks[0], self.folder.hf_config, dtype, torch.device("cpu"), is_split=split)
         return self._unloaded(chunks, self.model.specs)
 
     def value_model(self, head_seed: int) -> UnloadedModel:

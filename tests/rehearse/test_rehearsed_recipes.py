@@ -440,6 +440,9 @@ def test_a_model_of_few_tokens(tmp_path):
     assert "of 6 ranks fit together" in answer.stdout
 
 
+TRAINED_TOWER = "actor_rollout_ref.actor.megatron.freeze_vision_model=false"
+
+
 @pytest.mark.exhaustive
 def test_a_tower_that_is_trained(tmp_path):
     """Two stages, of which the first has it, next to a reference that reads the folder's: calls fit, peaks are planned.
@@ -447,10 +450,19 @@ def test_a_tower_that_is_trained(tmp_path):
     Would not catch its sizes.
     """
     model = save_qwen3_vl_folder(tmp_path / "model")
-    megatron = "actor_rollout_ref.actor.megatron"
-    options = (f"{megatron}.freeze_vision_model=false", f"{megatron}.pipeline_model_parallel_size=2")
+    options = (TRAINED_TOWER, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2")
     options += (f"actor_rollout_ref.model.path={model}", "data.image_key=images", "data.max_prompt_length=64")
     answer = rehearse(tmp_path / "out", "--ranks", "all", *options, config="configs/grpo_cpu.yaml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.exhaustive
+@pytest.mark.weekly
+def test_a_recipe_whose_tower_is_trained(tmp_path):
+    """As of every recipe. Would not catch seconds."""
+    recipe = "configs/recipes/qwen3_vl_8b_geo3k_grpo.yaml"
+    answer = rehearse(tmp_path, "--ranks", "0,4,7", "--layers", "2", TRAINED_TOWER, config=recipe)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
