@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -114,9 +115,11 @@ class Environment:
             data = message["data"]
             if message["type"] == "error":
                 raise ValueError(f"the server refused {kind}: {str(data.get('message', data))[:200]}")
-            seen, reward, is_done = data["observation"], data.get("reward"), data.get("done", False)
+            seen, reward, is_done = data["observation"], data.get("reward") or 0.0, data.get("done", False)
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise TypeError(f"reward={reward!r:.20}")
             text = json.dumps(seen) if self._field is None else str(seen[self._field])
-            return text, float(reward or 0.0), bool(is_done)
+            return text, float(reward), bool(is_done)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"the server's reply to {kind} cannot be read ({error!r:.60}): {reply!r:.100}") from None
 
