@@ -63,7 +63,7 @@ class Sampling:
     """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
 
     salt: a part of every request's seed that differs between batches. with_experts: return the experts of each token
-    too, from an engine that can.
+    too, from an engine that can. stop_token_ids: tokens that end a response; None: the model's end tokens.
     """
 
     temperature: float
@@ -72,6 +72,7 @@ class Sampling:
     max_tokens: int
     salt: int
     with_experts: bool = False
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class Batch:

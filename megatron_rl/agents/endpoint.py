@@ -41,7 +41,7 @@ BROKEN = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 """What a client causes: it sends no HTTP, or hangs up. It has its reply, if it exists."""
 
 
-def _log() -> logging.Logger:
+def own_log() -> logging.Logger:
     """Where the server tells of errors, of which those of clients are left out: they are no faults of the run."""
     log = logging.getLogger(__name__)
     log.addFilter(_is_own)
@@ -230,7 +230,7 @@ class Endpoint:
             app.router.add_post(f"{start}/v1/reward", self._reward)
         idle_s = self.limits.idle_s
         self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.0, logger=_log(), keepalive_timeout=idle_s
+            app, access_log=None, shutdown_timeout=0.0, logger=own_log(), keepalive_timeout=idle_s
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)

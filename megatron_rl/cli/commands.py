@@ -13,6 +13,7 @@ from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
 from megatron_rl.cli.rehearsing import rehearse_command
+from megatron_rl.cli.serving import serve_command
 from megatron_rl.cli.starting import init_command
 from megatron_rl.cli.tasks import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
@@ -46,6 +47,7 @@ COMMANDS = (
     Command("sft", sft_command, TRAIN, "--config configs/stages/sft_cpu.yaml data.train_batch_size=32"),
     Command("reward", reward_command, TRAIN, "--config configs/stages/reward_cpu.yaml"),
     Command("dpo", dpo_command, TRAIN, "--config my_run.yaml dpo.loss=ipo"),
+    Command("serve", serve_command, TRAIN, f"{DEMO} --keys my_keys"),
     Command("plan", plan_command, BEFORE, f"{DEMO} --hardware h100"),
     Command("check-cluster", check_cluster_command, BEFORE, f"{DEMO} trainer.nnodes=2"),
     Command("view", view_command, AFTER, "outputs/demo"),

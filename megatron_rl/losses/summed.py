@@ -22,7 +22,7 @@ class SummedLoss:
     """A loss by name.
 
     function: (log-probs [N] with a gradient, given log-probs [N], weights or advantages [N], settings) -> what each
-    token adds [N]. reads: names of what each datum has for every token; the last one is A. defaults: of its settings.
+    token adds [N]. reads: names of what each datum has for every token; the last one is A. defaults: those settings.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Settings], Tensor]

@@ -42,7 +42,7 @@ def sampling_params(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=max_tokens,
-        stop_token_ids=list(eos_token_ids),
+        stop_token_ids=list(eos_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,  # otherwise every token is a dictionary and an object in it

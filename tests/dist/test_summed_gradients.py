@@ -9,12 +9,14 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from task_cases import PlainLoop
+from task_cases import PlainLoop, task_config, token_batch
 from tiny_models import random_batch, run_config, save_qwen2
-from updates import relative, whole_weights
+from updates import OPTIMIZER, relative, whole_weights
 
 from megatron_rl.columns import ACTOR_UPDATE
+from megatron_rl.config.tasks import SFT
 from megatron_rl.losses.summed import SUMMED_LOSSES
+from megatron_rl.records import Batch, ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -133,3 +135,50 @@ def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None
         for name, weight in found["alone"].items():
             assert torch.equal(weight, found["taking turns"][name]), name
             assert not rank or "adapter" not in name or found["alone"][name].abs().max() > 0
+
+
+def supervised(config) -> dict:
+    """Weights after `sft`'s update."""
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.roles["actor"].update(token_batch())
+    return {name: p.detach().clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()}
+
+
+def as_a_client(config) -> dict:
+    """Weights after the same by a client: two passes with weights, those of a mean over the tokens that count."""
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker, batch = RankHost(config), token_batch()
+    worker.build("actor")
+    actor, counts = worker.roles["actor"], batch["sampled"].unbind()
+    num_tokens = int(batch.num_sampled.sum())
+    rows = Batch(
+        input_ids=batch["input_ids"],
+        sampled=ragged([torch.arange(len(row)) > 0 for row in counts]),
+        advantages=ragged([row[1:].float() / num_tokens for row in counts]),
+    )
+    for part in torch.arange(len(rows)).tensor_split(2):
+        actor.add_gradients(rows[part], "cross_entropy", {})
+    actor.step_client(
+        {
+            "learning_rate": OPTIMIZER["lr"],
+            "eps": OPTIMIZER["eps"],
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "grad_clip_norm": OPTIMIZER["clip_grad"],
+        }
+    )
+    return {name: p.detach().clone() for name, p in named_parameters(actor.trainable.models).items()}
+
+
+def test_a_clients_cross_entropy_is_sft(model_path) -> None:
+    """Weights to 1e-6. Would not catch what both have in common: the model's passes."""
+    [expected] = run_ranks(1, supervised, task_config(model_path, SFT, 1, 1))
+    [found] = run_ranks(1, as_a_client, run_config(model_path, 1, 1))
+    for name, weight in expected.items():
+        assert (found[name] - weight).abs().max() <= 1e-6, name

@@ -24,6 +24,7 @@ TERMS = {
     "train/judges.md": ("judge", "generative reward model", "rubric"),
     "train/lora.md": ("LoRA", "PEFT"),
     "train/own_loop.md": ("training loop",),
+    "train/serve.md": ("training as a service", "Tinker", "server"),
     "train/sft_reward_dpo.md": ("supervised fine-tuning", "reward model", "DPO"),
     "scale/async_training.md": ("asynchronous", "off-policy", "staleness"),
     "scale/batching.md": ("sequence packing", "dynamic batching", "prefix sharing", "micro-batch"),

@@ -28,6 +28,9 @@ DEMO = r"train --config configs/demo_cpu\.yaml"
 KEYS = r"(?: [\w.]+=\S+)*"
 TUTORIAL = "tests/e2e/test_tutorial.py::test_every_command_of_the_tutorial"
 EXECUTED = {
+    rf"megatron-rl serve --config configs/demo_cpu\.yaml --keys \S+ --local --collapse{KEYS}": (
+        "tests/e2e/test_service.py::test_clients_train_and_sample_and_a_killed_service_continues"
+    ),
     rf"megatron-rl plan( .*)?{KEYS}": "tests/test_command_line.py::test_plan_prints_the_table_of_a_valid_run",
     rf"megatron-rl {DEMO} --local --collapse": ("tests/e2e/test_run_layouts.py::test_one_process_by_overrides"),
     rf"megatron-rl {DEMO} --rollouts-from \S+{KEYS}": (

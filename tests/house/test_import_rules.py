@@ -118,6 +118,7 @@ ROOMS: dict[str, set[str]] = {
     "controller": SAMPLED | {"planning", "sampling", "node_check"},
     "tasks": SAMPLED | {"planning", "controller", "sampling"},
     "train": SAMPLED | {"sampling", "controller"},
+    "serve": SAMPLED | {"planning", "controller"},
     "port": {"errors", "config", "planning", "user_code", "cluster.programs", "cluster.stale_processes"},
     "starter": {"errors", "config", "observe", "data", "checkpoint", "planning"},
     "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"} | {"cluster.programs"},
@@ -126,7 +127,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": GROUND
     | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}
-    | {"starter", "node_check", "agents", *TURNS}
+    | {"starter", "node_check", "agents", "serve", *TURNS}
     | {"planning", "planning.layout_search"},
     "__main__": {"cli", "cluster"},
 }

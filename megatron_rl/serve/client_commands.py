@@ -1,0 +1,87 @@
+"""What clients may ask of a service, after every check that needs no weights. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A datum. token_ids: its input and the last target behind it. weights: each target's, or its advantage.
+    log_probs: given ones; empty where the loss reads none.
+    """
+
+    token_ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class CreateModel:
+    """A new model, as the service's model is at its start. path: from the state that a client has saved."""
+
+    model: str
+    path: str = ""
+    with_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """A forward pass, and a backward one unless forward_only, over rows."""
+
+    model: str
+    loss: str
+    settings: Mapping[str, float]
+    rows: tuple[Row, ...]
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """A step of Adam. adam: fields of `AdamStep`."""
+
+    model: str
+    adam: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SaveWeights:
+    """Keep the state under a path, or the weights alone, for sampling. sampler: the sampling session that reads them;
+    "" for none.
+    """
+
+    model: str
+    path: str
+    for_sampling: bool
+    sampler: str = ""
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Continue with a state that was saved."""
+
+    model: str
+    path: str
+    with_optimizer: bool
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """Sequences that continue a prompt. weights: the path of those that sample; "" for the model as the service starts.
+    stop: tokens that end a sequence; None: the model's end tokens. prompt_log_probs: also return the prompt's.
+    """
+
+    weights: str
+    prompt: tuple[int, ...]
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: tuple[int, ...] | None = None
+    prompt_log_probs: bool = False
+
+
+Command = CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | SampleTokens

@@ -1,0 +1,159 @@
+"""All commands that clients have given, in order and each once, with the next one to run and the replies.
+
+A lane is a model: its commands run in the order of their numbers, in whatever order they arrive. Commands without a
+number, such as samples of weights that stay, run as they come. Lanes of one tenant are served in the order in which
+their commands became ready, and tenants one after the other. No processes, no clock, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.serve.bad_request import BadRequest
+
+MOST_AHEAD = 4096
+"""How far ahead of the next number of its lane a command may be: they wait in memory."""
+MOST_REPLIES = 8192
+"""Newest replies to a tenant that are kept in memory; the journal has all of them."""
+MOST_WAITING = 16384
+"""Commands of a tenant that have no reply."""
+
+
+@dataclass(frozen=True)
+class CommandReply:
+    """The result of a command: JSON, or bytes in Protocol Buffers; None where it is too old to be kept."""
+
+    content: Any = None
+
+
+@dataclass(eq=False)
+class Entry:
+    """A command that was taken. lane: whose order it keeps; "" for none. number: in its lane, from 1. digest: that
+    of the request's body.
+    """
+
+    request_id: str
+    tenant: str
+    lane: str
+    number: int
+    digest: str
+    command: Any
+    reply: CommandReply | None = None
+
+
+@dataclass
+class _Lane:
+    next_number: int = 1
+    waiting: dict[int, Entry] = field(default_factory=dict)
+
+
+class CommandLog:
+    """The commands of one service. Not safe for threads."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._ready: dict[str, deque[Entry]] = {}
+        self._num_open: dict[str, int] = {}
+        self._replied: dict[str, deque[Entry]] = {}
+
+    def submit(self, entry: Entry) -> tuple[Entry, bool]:
+        """Take a command, or find it among those that were taken; returns it, and whether it is new.
+
+        Raises BadRequest, with nothing changed, for another command of the same number, for a number that is too far
+        ahead, and where the tenant has too many commands open.
+        """
+        known = self._entries.get(entry.request_id)
+        if known is not None:
+            if known.tenant != entry.tenant or known.digest != entry.digest:
+                raise BadRequest(
+                    "seq_id", f"{entry.number} was another command; try: {self.next_number(entry.lane)}, the next one"
+                )
+            return known, False
+        if self._num_open.get(entry.tenant, 0) >= MOST_WAITING:
+            raise BadRequest("request", f"{MOST_WAITING} commands of this key have no reply yet; try: later", 429)
+        if entry.lane:
+            self._check_number(entry)
+        self._entries[entry.request_id] = entry
+        self._num_open[entry.tenant] = self._num_open.get(entry.tenant, 0) + 1
+        if not entry.lane:
+            self._ready.setdefault(entry.tenant, deque()).append(entry)
+            return entry, True
+        lane = self._lanes.setdefault(entry.lane, _Lane())
+        lane.waiting[entry.number] = entry
+        while (due := lane.waiting.pop(lane.next_number, None)) is not None:
+            self._ready.setdefault(entry.tenant, deque()).append(due)
+            lane.next_number += 1
+        return entry, True
+
+    def _check_number(self, entry: Entry) -> None:
+        first = self.next_number(entry.lane)
+        if not first <= entry.number < first + MOST_AHEAD:
+            rule = f"{entry.number} is not in {first} to {first + MOST_AHEAD - 1}"
+            raise BadRequest("seq_id", f"{rule}; try: {max(first, min(entry.number, first + MOST_AHEAD - 1))}")
+
+    def has(self, request_id: str) -> bool:
+        """Whether a command was taken."""
+        return request_id in self._entries
+
+    def next_number(self, lane: str) -> int:
+        """The number of the first command of a lane that has not arrived."""
+        return self._lanes[lane].next_number if lane in self._lanes else 1
+
+    def next(self) -> Entry | None:
+        """Take the next command to run: the tenant that has waited longest since its last one is next."""
+        for tenant in list(self._ready):
+            queue = self._ready.pop(tenant)
+            if queue:
+                entry = queue.popleft()
+                if queue:
+                    self._ready[tenant] = queue  # behind all others
+                return entry
+        return None
+
+    def take_like(self, is_like: Any) -> Iterator[Entry]:
+        """Take further commands that can run together with one: every command without a lane that `is_like`."""
+        for tenant, queue in list(self._ready.items()):
+            taken = [entry for entry in queue if not entry.lane and is_like(entry)]
+            for entry in taken:
+                queue.remove(entry)
+                yield entry
+            if not queue:
+                del self._ready[tenant]
+
+    def take(self, request_id: str) -> Entry:
+        """Take a command that is ready by its name. Raises KeyError for another."""
+        entry = self._entries[request_id]
+        queue = self._ready.get(entry.tenant, deque())
+        if entry not in queue:
+            raise KeyError(f"command {request_id} is not ready")
+        queue.remove(entry)
+        if not queue:
+            del self._ready[entry.tenant]
+        return entry
+
+    def finish(self, entry: Entry, reply: CommandReply) -> None:
+        """Note the reply. Raises ValueError for a command that has one: it ran twice."""
+        if entry.reply is not None:
+            raise ValueError(f"command {entry.request_id} has run twice")
+        entry.reply = reply
+        entry.command = None
+        self._num_open[entry.tenant] -= 1
+        kept = self._replied.setdefault(entry.tenant, deque())
+        kept.append(entry)
+        if len(kept) > MOST_REPLIES:
+            kept.popleft().reply = CommandReply()
+
+    def find(self, tenant: str, request_id: str) -> Entry:
+        """A command of this tenant. Raises BadRequest for those of others."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.tenant != tenant:
+            raise BadRequest("request_id", f"{request_id!r:.80} is no command of this key", 404)
+        if entry.reply is not None and entry.reply.content is None:
+            raise BadRequest(
+                "request_id", f"{request_id!r:.80} is older than the {MOST_REPLIES} replies that are kept", 410
+            )
+        return entry

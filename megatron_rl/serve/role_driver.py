@@ -1,0 +1,216 @@
+"""Runs the commands of a service on the roles of a run: actor and rollout in one pool.
+
+Models take turns in the actor's memory. A model's state leaves for host memory when another one's turn comes, and
+weights that a client has saved for sampling are put in place while they sample, and then those of training again.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.losses.summed import SUMMED_LOSSES
+from megatron_rl.records import Sampling
+from megatron_rl.rollout.seeds import request_seed
+from megatron_rl.rollout.slices import FINISHED_BY_STOP, Drawn, Slice, Start
+from megatron_rl.serve.client_commands import (
+    Command,
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    Row,
+    SampleTokens,
+    SaveWeights,
+)
+from megatron_rl.serve.protobuf import encoded
+from megatron_rl.serve.tinker_messages import (
+    FORWARD_BACKWARD_OUTPUT,
+    SAMPLE_RESPONSE,
+    forward_backward_output,
+    sampled_sequence,
+)
+
+if TYPE_CHECKING:
+    from megatron_rl.records import Batch
+    from megatron_rl.roles.actor import Actor
+    from megatron_rl.roles.rollout import Rollout
+
+WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
+WHOLE = (WEIGHTS, MOMENTS, GRADIENTS)
+AT_START, IN_TRAINING = "start", "in training"
+"""Names of copies that no client has made: the weights as the service starts, and those that sampling has replaced."""
+
+
+class RoleDriver:
+    """Runs one command after the other. num_replicas: the rollout's."""
+
+    def __init__(self, actor: Actor, rollout: Rollout, num_replicas: int) -> None:
+        self._actor, self._rollout, self._num_replicas = actor, rollout, num_replicas
+        self._model: str | None = None  # whose state is in the actor's memory
+        self._as_saved: set[str] = set()  # copies whose weights those in the actor's memory are
+        self._num_samplings = 0
+        actor.keep_state(AT_START, (WEIGHTS,)).get()
+
+    def run(self, command: Command) -> Any:
+        """What the command comes to: JSON, or bytes in Protocol Buffers."""
+        match command:
+            case CreateModel():
+                return self._create(command)
+            case ForwardBackward():
+                return self._pass(command)
+            case OptimStep():
+                self._hold(command.model)
+                self._as_saved.clear()
+                metrics = self._actor.step_client(dict(command.adam)).get()[0]
+                finite = {name.removeprefix("client/"): x for name, x in metrics.items() if math.isfinite(x)}
+                return {"metrics": {f"{name}:max": value for name, value in finite.items()}}
+            case SaveWeights():
+                return self._save(command)
+            case LoadWeights():
+                self._hold(command.model)
+                self._take(command.path, command.with_optimizer)
+                return {"type": "load_weights", "path": command.path, "model_id": command.model}
+            case SampleTokens():
+                return self.sample([command])[0]
+
+    # Models
+
+    def _hold(self, model: str) -> None:
+        """Have the state of a model in the actor's memory."""
+        if self._model != model:
+            self._leave()
+            self._actor.take_state(model, WHOLE).get()
+            self._model = model
+            self._as_saved.clear()
+
+    def _leave(self) -> None:
+        if self._model is not None:
+            self._actor.keep_state(self._model, WHOLE).get()
+            self._model = None
+
+    def _take(self, path: str, with_optimizer: bool) -> None:
+        self._actor.take_state(path, (WEIGHTS, MOMENTS) if with_optimizer else (WEIGHTS,)).get()
+        self._as_saved = {path}
+
+    def _create(self, command: CreateModel) -> dict[str, Any]:
+        self._leave()
+        self._take(command.path or AT_START, command.with_optimizer)
+        self._model = command.model
+        of_state = {"type": "load_weights", "path": command.path} if command.path else {"type": "create_model"}
+        return of_state | {"model_id": command.model}
+
+    def _save(self, command: SaveWeights) -> dict[str, Any]:
+        self._hold(command.model)
+        self._actor.keep_state(command.path, (WEIGHTS,) if command.for_sampling else (WEIGHTS, MOMENTS)).get()
+        self._as_saved.add(command.path)
+        if not command.for_sampling:
+            return {"type": "save_weights", "path": command.path}
+        kind = {"type": "save_weights_for_sampler"}
+        return kind | ({"sampling_session_id": command.sampler} if command.sampler else {"path": command.path})
+
+    # Passes
+
+    def _pass(self, command: ForwardBackward) -> bytes:
+        import torch
+
+        self._hold(command.model)
+        batch = batch_of(command.rows)
+        if command.forward_only:
+            scores = self._actor.client_log_probs(batch).get()
+            assert scores is not None
+            log_probs = scores["old_log_probs"]
+            flat = log_probs.values()
+            given = batch.flat("old_log_probs") if "old_log_probs" in batch else flat
+            loss = SUMMED_LOSSES[command.loss].function
+            metrics = {"loss:sum": float(loss(flat, given, batch.flat("advantages"), command.settings).sum())}
+        else:
+            metrics, computed = self._actor.add_gradients(batch, command.loss, dict(command.settings)).get()
+            assert computed is not None
+            log_probs = computed["old_log_probs"]
+        rows = [row.to(torch.float32).tolist() for row in log_probs.unbind()]
+        return encoded(forward_backward_output(rows, metrics), FORWARD_BACKWARD_OUTPUT)
+
+    # Sampling
+
+    def sample(self, commands: Sequence[SampleTokens]) -> list[bytes]:
+        """The replies of samples of the same weights, which are drawn together."""
+        weights = commands[0].weights or AT_START
+        is_elsewhere = weights not in self._as_saved
+        if is_elsewhere:
+            self._actor.keep_state(IN_TRAINING, (WEIGHTS,)).get()
+            self._actor.take_weights_alone(weights).get()
+        try:
+            of_prompts = self._prompt_log_probs([one for one in commands if one.prompt_log_probs])
+            drawn = self._drawn(commands)
+        finally:
+            if is_elsewhere:
+                self._actor.take_weights_alone(IN_TRAINING).get()
+        replies = []
+        first = 0
+        for command in commands:
+            sequences = [drawn[number] for number in range(first, first + command.num_samples)]
+            first += command.num_samples
+            content: dict[str, Any] = {
+                "sequences": [
+                    sampled_sequence(one.token_ids, one.log_probs, one.finish == FINISHED_BY_STOP) for one in sequences
+                ]
+            }
+            if command.prompt_log_probs:
+                content["prompt_logprobs"] = array("f", [math.nan, *of_prompts.pop(0)]).tobytes()
+            replies.append(encoded(content, SAMPLE_RESPONSE))
+        return replies
+
+    def _drawn(self, commands: Sequence[SampleTokens]) -> dict[int, Drawn]:
+        starts: list[Start] = []
+        for command in commands:
+            sampling = Sampling(
+                command.temperature,
+                command.top_p,
+                command.top_k or -1,
+                command.max_tokens,
+                0,
+                stop_token_ids=command.stop,
+            )
+            for place in range(command.num_samples):
+                seed = request_seed(command.seed, 0, 0, place)
+                starts.append(Start(len(starts), command.prompt, seed, command.max_tokens, sampling))
+        self._num_samplings += 1
+        shares = [tuple(starts[number :: self._num_replicas]) for number in range(self._num_replicas)]
+        slices = {replica: Slice(self._num_samplings, None, share) for replica, share in enumerate(shares) if share}
+        self._rollout.enter().get()
+        try:
+            reports = self._rollout.advance(slices).get()
+        finally:
+            self._rollout.exit().get()
+        return {number: drawn for report in reports for number, drawn in report.drawn.items()}
+
+    def _prompt_log_probs(self, commands: Sequence[SampleTokens]) -> list[list[float]]:
+        """The log-probs of all tokens but the first of every prompt."""
+        rows = [Row(one.prompt, (0.0,) * (len(one.prompt) - 1)) for one in commands]
+        scored = [row for row in rows if len(row.token_ids) > 1]
+        if not scored:
+            return [[] for _ in rows]
+        scores = self._actor.client_log_probs(batch_of(scored)).get()
+        assert scores is not None
+        found = iter([row.tolist() for row in scores["old_log_probs"].unbind()])
+        return [next(found) if len(row.token_ids) > 1 else [] for row in rows]
+
+
+def batch_of(rows: Sequence[Row]) -> Batch:
+    """Rows in which every token but the first counts, with the columns that losses read."""
+    import torch
+
+    from megatron_rl.records import Batch, ragged
+
+    tokens = [torch.tensor(row.token_ids) for row in rows]
+    batch = Batch(
+        input_ids=ragged(tokens),
+        sampled=ragged([torch.arange(len(row)) > 0 for row in tokens]),
+        advantages=ragged([torch.tensor(row.weights, dtype=torch.float32) for row in rows]),
+    )
+    if rows[0].log_probs:
+        batch.add(old_log_probs=ragged([torch.tensor(row.log_probs, dtype=torch.float32) for row in rows]))
+    return batch
