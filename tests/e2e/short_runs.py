@@ -24,6 +24,12 @@ LOCAL = (*ONE, "--local")
 """The whole run in one process, without Ray: the same numbers, as test_resumed_runs.py proves."""
 WITHOUT_RAY = "trainer.launcher=local"
 """Ranks are processes of this machine, which a supervisor starts: with Ray's bits, as test_resumed_runs.py proves."""
+JUDGED = (
+    *("reward_model.enable=true", "reward_model.model.path=assets/demo/model", "reward_model.judge.scale=[0,999]"),
+    *('reward_model.judge.prompt="{response}+{question}"', "reward_model.judge.max_prompt_length=40"),
+    *("reward_model.judge.temperature=1", "reward_model.judge.max_response_length=8"),
+)
+"""A judge: the demo's own model, whose sums are numbers of a scale."""
 CLOCKED = ("timing_s/", "perf/", "reshard/")
 """Metrics that measure the machine."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from short_runs import LOCAL, SHORT, metrics
+from short_runs import JUDGED, LOCAL, SHORT, metrics
 
 from megatron_rl.observe.sample_files import read_step, recorded_files
 
@@ -15,11 +15,6 @@ STEPS = ("trainer.total_training_steps=2", "trainer.recorded_prompts=-1", *LOCAL
 STALE = (
     *("trainer.rollout_ahead=1", "async_training.partial_rollout=true", "async_training.slice_steps=1"),
     *("actor_rollout_ref.rollout.over_sample_rate=0.3", "algorithm.rollout_correction.rollout_is=token"),
-)
-JUDGED = (  # the demo's own model, whose sums are numbers of a scale
-    *("reward_model.enable=true", "reward_model.model.path=assets/demo/model", "reward_model.judge.scale=[0,999]"),
-    *('reward_model.judge.prompt="{response}+{question}"', "reward_model.judge.max_prompt_length=40"),
-    *("reward_model.judge.temperature=1", "reward_model.judge.max_response_length=8"),
 )
 LATE = "rollout/late_groups"
 """The only metric here that is of generation and not of a clock."""

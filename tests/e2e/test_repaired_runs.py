@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 from raylets import Raylets
-from short_runs import CLOCKED, MEGATRON, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
+from short_runs import CLOCKED, JUDGED, MEGATRON, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from sweeps import WEEKLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -55,6 +55,32 @@ def test_a_killed_rank_is_started_anew(command_line, recorded) -> None:
     assert unclocked(metrics(hurt)) == unclocked(metrics(well))
     assert weights(hurt.run) == weights(well.run)
     assert "Traceback" not in hurt.text() and hurt.left_over() == []
+
+
+@pytest.mark.exhaustive
+def test_a_killed_judge_is_started_anew(command_line) -> None:
+    """It has a rank of its own, and judges responses while later ones are generated, as the timeline shows. Killed
+    after two steps it comes back, and metrics, weights and the record of its verdicts are those of a run never hurt.
+    """
+    judged = (*ONE, WITHOUT_RAY, *JUDGED, "reward_model.pool=judge", "pools.judge.n_gpus_per_node=1")
+    early = (
+        "reward_model.launch_reward_fn_async=true",
+        "async_training.slice_steps=1",
+        "reward_model.judge.max_num_seqs=4",
+    )
+    well = command_line(*SHORT, *judged, *early, "actor_rollout_ref.rollout.max_num_seqs=16")
+    assert well.wait() == 0, well.text()
+    calls = json.loads((well.run / "timeline.json").read_text())
+    judging, drawing = ([call for call in calls if call["name"] == name] for name in ("judge", "gen"))
+    assert any(one["start"] < other["stop"] and other["start"] < one["stop"] for one in judging for other in drawing)
+    hurt = command_line(*KEYS, *judged, *early, "actor_rollout_ref.rollout.max_num_seqs=16")
+    hurt.wait_for(reached(hurt, 2), interval=0.01)
+    next(rank for rank in hurt.workers() if "of judge" in "".join(rank.cmdline()[:1])).kill()
+    assert hurt.wait() == 0, hurt.text()
+    assert [repair["source"] for repair in repairs(hurt)] == ["copy"]
+    assert unclocked(metrics(hurt)) == unclocked(metrics(well)) and weights(hurt.run) == weights(well.run)
+    records = [(run.run / "judgements.jsonl").read_text() for run in (hurt, well)]
+    assert records[0] == records[1] and "Traceback" not in hurt.text() and hurt.left_over() == []
 
 
 @pytest.mark.parametrize(
