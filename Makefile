@@ -3,6 +3,7 @@
 # make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/train/sft_reward_dpo.md
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/train/agents.md
+# make demo-image a model that reads images names the colour that it sees: docs/train/images.md
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-instruments: of what measures and rehearses runs; make test-stacks: with the other
 #                 megatron-core; make test-exhaustive: the sweeps that
@@ -33,7 +34,7 @@ FLA_VERSION := 0.6.0
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-instruments test-stacks test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
+.PHONY: install assets demo demo-real demo-agent demo-image demo-rlhf test test-instruments test-stacks test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
 
 install: $(STAMP)
 
@@ -72,6 +73,11 @@ demo-agent: install
 	@$(BIN)/python scripts/make_agent_assets.py $(TASK)
 	$(BIN)/python -m megatron_rl train --config configs/agents/$(TASK).yaml $(ARGS)
 	@$(BIN)/python scripts/show_answers.py outputs/$(TASK)/validation
+
+demo-image: install
+	@$(BIN)/python scripts/make_image_assets.py
+	$(BIN)/python -m megatron_rl train --config configs/images_cpu.yaml $(ARGS)
+	@$(BIN)/python scripts/show_answers.py outputs/images/validation
 
 RLHF := outputs/demo_rlhf
 demo-rlhf: install

@@ -11,9 +11,10 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from make_image_assets import save_processor, save_tokenizer
 from PIL import Image
 from transformers import AutoTokenizer
-from vision_folders import IMAGE, save_processor, save_vision_tokenizer
+from vision_folders import IMAGE
 
 from megatron_rl.agents.as_json import WithImages
 from megatron_rl.agents.environment_host import TurnJob
@@ -78,7 +79,7 @@ class Shows:
 
 @pytest.fixture
 def images(tmp_path):
-    save_vision_tokenizer(tmp_path)
+    save_tokenizer(tmp_path)
     save_processor(tmp_path, 14)
     made = PromptImages(
         "images", ImageForms.of_folder(tmp_path, None, None, None), PlaceholderIds(IMAGE, (IMAGE,)), None

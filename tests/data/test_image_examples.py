@@ -5,9 +5,10 @@ from __future__ import annotations
 import pyarrow
 import pyarrow.parquet
 import pytest
+from make_image_assets import save_processor, save_tokenizer
 from test_image_prompts import BLUE, MARKS, RED
 from transformers import AutoTokenizer
-from vision_folders import IMAGE, VISION_END, save_processor, save_vision_tokenizer
+from vision_folders import IMAGE, VISION_END
 
 from megatron_rl.data.image_processor import ImageForms
 from megatron_rl.data.prompt_images import PromptImages
@@ -21,7 +22,7 @@ from megatron_rl.tasks.training_records import mismatched, preference_batch
 def read(tmp_path):
     """Reads rows with one of the readers."""
     folder = tmp_path / "model"
-    save_vision_tokenizer(folder)
+    save_tokenizer(folder)
     save_processor(folder, 14)
 
     def reading(reader, rows, **options):

@@ -9,9 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from make_image_assets import BEGIN, END, save_processor, save_tokenizer
 from PIL import Image
 from transformers import AutoTokenizer
-from vision_folders import BEGIN, END, IMAGE, VIDEO, VISION_END, VISION_START, save_processor, save_vision_tokenizer
+from vision_folders import IMAGE, VIDEO, VISION_END, VISION_START
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.image_processor import ImageForms
@@ -40,7 +41,7 @@ def row(text, *images):
 @pytest.fixture
 def folder(tmp_path):
     folder = tmp_path / "model"
-    save_vision_tokenizer(folder)
+    save_tokenizer(folder)
     save_processor(folder, 14)
     return folder
 

@@ -78,6 +78,10 @@ EXECUTED = {
     r"megatron-rl train --config configs/lora_cpu\.yaml": (
         "tests/e2e/test_adapter_runs.py::test_demo_learns_with_adapters"
     ),
+    r"megatron-rl train --config configs/images_cpu\.yaml": (
+        "tests/e2e/test_image_runs.py::test_the_demo_with_images_learns"
+    ),
+    r"python scripts/show_answers\.py \S+": "tests/e2e/test_image_runs.py::test_the_demo_with_images_learns",
     r"megatron-rl train .*lora\.adapter_path=\S+": (
         "tests/e2e/test_adapter_files.py::test_two_ranks_start_from_an_adapter"
     ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from colour_task import write_colours
+from command_line import REPOSITORY
 from short_runs import LOCAL, MEGATRON, metrics
 from sweeps import WEEKLY
 from test_async_runs import ASYNC, assert_same_bits, events
@@ -62,6 +65,24 @@ def test_the_colour_of_a_square_is_learned(command_line, tmp_path, save, side: i
     steps = metrics(run)
     assert steps[0][HELD_OUT] <= 0.35
     assert steps[30][HELD_OUT] <= 0.35 if is_noise else steps[30][HELD_OUT] >= 0.95
+
+
+@pytest.mark.exhaustive
+@pytest.mark.weekly
+def test_the_demo_with_images_learns(command_line, tmp_path) -> None:
+    """`make demo-image`, from its script to its last validation: 64 images that it was not trained on. Would not catch
+    a colour that it names by its place: every place has all colours.
+    """
+    subprocess.run([sys.executable, "scripts/make_image_assets.py"], cwd=REPOSITORY, check=True, timeout=300)
+    keys = ("data.val_files=assets/images/test.parquet", f"trainer.validation_data_dir={tmp_path}/validation")
+    run = command_line(*keys, config="configs/images_cpu.yaml")
+    assert run.wait() == 0, run.text()
+    name = "val-core/demo/colours/acc/mean@1"
+    accuracy = [line[name] for line in metrics(run).values() if name in line]
+    assert accuracy[0] <= 0.45 and accuracy[-1] >= 0.95
+    command = [sys.executable, "scripts/show_answers.py", str(tmp_path / "validation")]
+    shown = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    assert f"{accuracy[0]:.3f}" in shown and f"{accuracy[-1]:.3f}" in shown
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=WEEKLY, id="asynchronous")])

@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 from colour_task import COLOURS
+from make_image_assets import FIRST_MARK
 from PIL import Image
-from vision_folders import FIRST_BYTE, FIRST_MARK
+from vision_folders import FIRST_BYTE
 
 SIDE, MARK = 448, 16
 ENVIRONMENT = '''"""Zoom into the prompt's picture, then name the colour."""
