@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 TEST = "#!/bin/bash\ncmp -s /app/hello.txt /app/seed.txt && echo 1 > /logs/verifier/reward.txt || echo {} > {}\n"
 FILES = {
-    "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 20.0\n',
+    "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n',
     "instruction.md": "Copy seed.txt to hello.txt.\n",
     "environment/Dockerfile": "FROM python:3.12\nENV NAME=/app/seed.txt\nWORKDIR /app\nCOPY seed.txt .\n",
     "environment/seed.txt": "hey\n",
@@ -32,8 +32,8 @@ def task(folder: Path, **changed: str | None) -> Path:
     return folder
 
 
-def played(folder: Path, *texts: str) -> list[Observation | EpisodeFailure]:
-    of = ClassSource(str(harbor.__file__), "Environment", "environment.path", {"timeout_s": 2.0}, TextLimit(400))
+def played(folder: Path, *texts: str, timeout_s: float = 60.0) -> list[Observation | EpisodeFailure]:
+    of = ClassSource(str(harbor.__file__), "Environment", "environment.path", {"timeout_s": timeout_s}, TextLimit(400))
     (row,), replies, before = harbor.rows(str(folder), 5, 0), [], ()
     with EnvironmentsHere(of.host()) as environments:
         for text in texts:
@@ -58,14 +58,15 @@ def in_bash(script: str) -> str:
             0.25,
         ),
         (["echo > /tests; echo > /logs"], "(no output)", 0.25),
-        (["echo 9 > /tmp/outside; sleep 60"], "Permission denied\n...(ended: it took longer than 2 s)", 0.25),
+        (["echo 9 > /tmp/outside; sleep 60"], "Permission denied\n...(ended: it took longer than 5 s)", 0.25),
     ],
 )
 def test_a_task_is_graded_by_its_tests(tmp_path: Path, scripts: list[str], says: str | None, reward: float):
     """Solved, not tried, and by a policy that writes the reward, the tests, or elsewhere. Would not catch one that
     reads the tests.
     """
-    *replies, last = played(task(tmp_path), *map(in_bash, scripts), "done")
+    timeout_s = 5.0 if "sleep" in str(scripts) else 60.0
+    *replies, last = played(task(tmp_path), *map(in_bash, scripts), "done", timeout_s=timeout_s)
     assert last == Observation((), reward, True) and says is None or says in replies[0].messages[0]["content"]
 
 
