@@ -37,6 +37,8 @@ NUM_GPUS = {
     "qwen3_vl_8b_geo3k_grpo": 8,
     "llama3_70b_ppo": 64,
     "llama3_70b_distill": 72,
+    "deepseek_v3_grpo": 256,
+    "kimi_k2_grpo": 512,
 }
 
 

@@ -26,7 +26,9 @@ PLACES = "configs/known/llama3_70b_ppo.txt"
 GPU_RECIPES = {
     "configs/llama3_70b_ppo.yaml": "ppo",
     "configs/qwen3_235b_a22b_gspo.yaml": "ppo",
+    "configs/recipes/deepseek_v3_grpo.yaml": "ppo",
     "configs/recipes/gpt_oss_20b_grpo.yaml": "ppo",
+    "configs/recipes/kimi_k2_grpo.yaml": "ppo",
     "configs/recipes/llama3_70b_distill.yaml": "ppo",
     "configs/recipes/llama3_70b_lora_grpo.yaml": "ppo",
     "configs/recipes/llama3_8b_grpo.yaml": "ppo",

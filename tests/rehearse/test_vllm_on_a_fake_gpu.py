@@ -21,6 +21,7 @@ EAGER = "actor_rollout_ref.rollout.enforce_eager=true"
 DENSE = "configs/recipes/qwen2.5_7b_grpo.yaml"
 RANKS = {
     "configs/llama3_70b_ppo.yaml": 20,
+    "configs/recipes/deepseek_v3_grpo.yaml": 21,
     DENSE: 7,
     "configs/recipes/gpt_oss_20b_grpo.yaml": 1,
     "configs/recipes/llama3_70b_lora_grpo.yaml": 3,
@@ -90,7 +91,7 @@ def test_an_engine_is_built_and_draws(library, tmp_path, recipe, rank):
     """
     found = drawn_by(library, recipe, rank, tmp_path, EAGER)
     assert 0 < found["held"] < found["profiled"] < found["planned"]
-    assert found["backends"] == ["FLASH_ATTN"]
+    assert found["backends"] == [ROWS["DeepseekV3ForCausalLM"].backend if "deepseek" in recipe else "FLASH_ATTN"]
     assert ("vllm::lora_shrink" in found["called"]) == ("lora" in recipe)
 
 
