@@ -52,7 +52,7 @@ def update(client, rows: list[tuple]) -> None:
         inputs = {"target_tokens": tokens[1:], "logprobs": log_probs, "advantages": scaled}
         data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
     passed = client.forward_backward(data, "ppo")
-    stepped = client.optim_step(types.AdamParams(learning_rate=2e-4, beta2=0.999, eps=1e-8, grad_clip_norm=1.0))
+    stepped = client.optim_step(types.AdamParams(learning_rate=1e-4, beta2=0.999, eps=1e-8, grad_clip_norm=1.0))
     passed.result(), stepped.result()
 
 
