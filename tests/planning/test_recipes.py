@@ -19,6 +19,7 @@ RECIPES = sorted((REPOSITORY / "configs").glob("*_cpu.yaml"))
 STAGES_FOLDER = REPOSITORY / "configs/stages"
 AGENTS = sorted((REPOSITORY / "configs/agents").glob("*.yaml"))
 NEEDS = {"real_cpu": ("assets/real/real.json", "python scripts/make_real_model.py")}
+NEEDS["images_cpu"] = ("assets/images/assets.json", "make demo-image")
 NEEDS |= {path.stem: (f"assets/{path.stem}/assets.json", "make demo-agent") for path in AGENTS}
 LARGE = sorted((REPOSITORY / "configs/recipes").glob("*.yaml"))
 LARGE += [REPOSITORY / f"configs/{name}.yaml" for name in ("llama3_70b_ppo", "qwen3_235b_a22b_gspo")]
@@ -70,6 +71,7 @@ def test_there_is_one_for_each_algorithm_and_one_with_pools():
         "reinforce_pp",
         "gspo",
         "dapo",
+        "images",
     }
     assert {path.stem.removesuffix("_cpu") for path in RECIPES} == expected
 
