@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY
 from safetensors.torch import load_file
-from short_runs import metrics
+from short_runs import WITHOUT_RAY, metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 
@@ -83,3 +83,34 @@ def test_the_three_stages(command_line, data: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "show_stages.py"), str(folder)]
     shown = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120).stdout
     assert f"{logged[2][f'val-core/{source}/acc/mean@1']:.3f}" in shown and (folder / "stages.png").stat().st_size > 0
+
+
+ONE_QUESTION = ("reward_model.judge.form=single", 'reward_model.judge.prompt="{question}{response}?"')
+COMPARISONS = (
+    *("reward_model.judge.form=pairwise", 'reward_model.judge.prompt="{question}{response_a},{response_b}?"'),
+    *("reward_model.judge.verdicts={a: 1, b: 0}", "actor_rollout_ref.rollout.n=4"),
+)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory) -> Path:
+    """The folder of the demo's judge, which is wrong about fewer than one answer of any kind in 100."""
+    folder = tmp_path_factory.mktemp("made") / "judge"
+    command = [sys.executable, str(SCRIPTS / "make_demo_judge.py"), "--output", str(folder)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=3000)
+    wrong = json.loads((folder / "verdicts.json").read_text())
+    assert max(wrong.values()) < 0.01, wrong
+    return folder
+
+
+@pytest.mark.weekly
+@pytest.mark.timeout(4800)
+@pytest.mark.parametrize("keys", [ONE_QUESTION, (), COMPARISONS], ids=["single", "rubric", "pairwise"])
+def test_a_judge_teaches_the_demo(command_line, judge: Path, keys) -> None:
+    """Its verdicts are the only reward; the rule measures. Seeds 2 and 3 are in docs/train/judges.md."""
+    files = (f"data.{name}_files={judge / f'{kind}.parquet'}" for name, kind in (("train", "train"), ("val", "test")))
+    own = (f"reward_model.model.path={judge / 'model'}", WITHOUT_RAY, "trainer.export_hf=false")
+    run = command_line(*files, *own, *keys, config="configs/stages/judge_cpu.yaml")
+    assert run.wait(1200) == 0, run.text()
+    last = metrics(run)[20]
+    assert last["val-core/demo/addition/acc/mean@1"] >= 0.9 and last["reward/rm_unparsed/mean"] < 0.01, last

@@ -158,6 +158,13 @@ def test_the_ablation_of_presets_can_run(files, tmp_path, device):
     assert len(planned) == 3 and not any(point.violations for point in planned)
 
 
+def test_the_ablation_of_judges_can_run(files, tmp_path):
+    """Its points ask a judge in three forms. Would not catch one that fails while it trains."""
+    given = [f"{key}={value}" for key, value in (files | {"reward_model.model.path": "assets/demo/model"}).items()]
+    planned = plan_points(read_ablation(Path("configs/ablations/judges.yaml"), given), tmp_path / "out")
+    assert len(planned) == 3 and not any(point.violations for point in planned)
+
+
 def test_the_ablation_of_pixels_lacks_files_alone(tmp_path):
     """Three sizes of images, whose only faults are the files of a user. Would not catch what those have."""
     planned = plan_points(read_ablation(Path("configs/ablations/image_pixels.yaml"), []), tmp_path / "out")
