@@ -157,6 +157,11 @@ async def graded(task: dict, endpoint) -> float:
     return 2 * GRADE
 
 
+async def one_goes_on(task: dict, endpoint) -> float:
+    """One episode in sixteen asks until nothing is left for it, and is late; the others end by themselves."""
+    return await (graded if task["index"] % 16 == 0 and task["sample"] == 0 else three_tries)(task, endpoint)
+
+
 class Told:
     """Never satisfied; gives the same grades as `graded` once it hears that nothing is left."""
 
@@ -171,6 +176,18 @@ class Told:
     def cut(self, turn) -> float:
         assert turn.is_cut and self.played + (turn.num_tokens > 0)
         return 2 * GRADE if turn.num_tokens else GRADE
+
+
+async def hangs_up(task: dict, endpoint) -> float:
+    """Cancels its first request as soon as the endpoint has it, and asks the same again."""
+    client, url = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key), httpx.URL(endpoint.base_url)
+    asked = {"model": "policy", "messages": conversation(task)}
+    head = f"Host: {url.host}\r\nAuthorization: Bearer {endpoint.api_key}\r\nContent-Length: {len(json.dumps(asked))}"
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(f"POST {url.path}/chat/completions HTTP/1.1\r\n{head}\r\n\r\n{json.dumps(asked)}".encode())
+    await client.models.list()  # the reply comes after the endpoint has read what came before
+    writer.close()
+    return float((await client.chat.completions.create(**asked)).choices[0].message.content == task["ground_truth"])
 
 
 async def fails_first(task: dict, endpoint) -> float:

@@ -144,6 +144,26 @@ def test_every_episode_that_is_cut_has_its_grade(command_line, kind: str, turns:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
+def test_truncated_stragglers_have_their_grade(command_line) -> None:
+    """Two replicas ahead of training: each episode whose tokens so far were taken as the whole has its grade, in the
+    run and in a replay with the same bits. Would not catch an agent that takes long to give it.
+    """
+    late = ("async_training.straggler_policy=truncate", "async_training.straggler_slices=1")
+    keys = (*SMALL, "trainer.rollout_ahead=1", "trainer.total_training_steps=6", "trainer.test_freq=5040", *late)
+    way = (*agent(FILE, "name=one_goes_on"), LONG, WITHOUT_RAY)
+    run = command_line(*keys, *way, config=ASYNC)
+    assert run.wait() == 0, run.text()
+    again = command_line(*keys, *way, f"{TURNS}.agent.name=forbidden", f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert_same_bits(again, run)
+    for one in (run, again):
+        cut = {event["request"] for event in events(one, "decided") if event["kind"] == "truncate"}
+        ends = {event["request"]: event for event in events(one, "turn") if event["answer"].get("is_done")}
+        assert cut and all(ends[request]["answer"]["reward"] in (GRADE, 2 * GRADE) for request in cut)
+
+
+@pytest.mark.exhaustive
 def test_failed_episodes_are_drawn_again_and_repeated(command_line) -> None:
     """Ahead of training; one in four fails once, none is left that failed, and a replay has the same bits. Without a
     retry they have failed.
@@ -302,17 +322,22 @@ def test_conversations_of_one_episode_are_exact(command_line, tmp_path, layout, 
 
 
 @pytest.mark.exhaustive
-def test_agents_in_split_pools_are_repeated(command_line) -> None:
-    """Two replicas ahead of training with weights that change within episodes; agents in processes of the run. The
-    replay has an agent that may not run, and the same bits.
+@pytest.mark.parametrize("name", ["three_tries", pytest.param("hangs_up", marks=pytest.mark.weekly)])
+def test_agents_in_split_pools_are_repeated(command_line, name: str) -> None:
+    """Two replicas ahead of training with weights that change within episodes; agents in processes of the run, which
+    may cancel requests. The replay has an agent that may not run, and the same bits.
 
     Would not catch an agent that is lost and starts again: its own tests do.
     """
     keys = (*SMALL, "trainer.rollout_ahead=2", "async_training.partial_rollout=true", "trainer.total_training_steps=4")
-    run = command_line(*keys, *agent(FILE, "name=three_tries"), WITHOUT_RAY, config=ASYNC)
+    run = command_line(*keys, *agent(FILE, f"name={name}"), WITHOUT_RAY, config=ASYNC)
     assert run.wait() == 0, run.text()
     assert len(events(run, "opened")) > 100 and run.left_over() == []
-    assert max(line["num_turns/max"] for line in metrics(run).values() if "num_turns/max" in line) == 3
+    steps = [line for line in metrics(run).values() if "num_turns/max" in line]
+    assert max(line["num_turns/max"] for line in steps) == (3 if name == "three_tries" else 2)
+    unread = [event["answer"].get("is_unread", False) for event in events(run, "turn")]
+    cancelled = sum(line.get("environment/agent_cancelled/mean", 0) for line in steps)
+    assert (sum(unread) > 50 and cancelled > 1) if name == "hangs_up" else not any(unread)
     again = command_line(*keys, *agent(FILE, "name=forbidden"), WITHOUT_RAY, f"--replay={run.run}", config=ASYNC)
     assert again.wait() == 0, again.text()
     assert_same_bits(again, run)
