@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -111,13 +110,8 @@ CLIENTS: dict[str, Callable[..., Coroutine[Any, Any, str]]] = {
 
 
 async def run(task: dict[str, Any], endpoint: Any, client: str | None = None, trains: bool = False) -> float:
-    """Play with one client, or with that of the task's number. trains: without tools, after a cancelled request."""
+    """Play with one client, or with that of the task's number. trains: without tools."""
     prompt = task["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     play = CLIENTS[client or list(CLIENTS)[task["index"] % len(CLIENTS)]](messages, endpoint, not trains)
-    if trains:
-        asked = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        create = asked.chat.completions.create(model="policy", messages=messages, stream=True)
-        with_limit = asyncio.wait_for(create, 0.02)
-        await asyncio.gather(with_limit, return_exceptions=True)
     return float(await play == task["ground_truth"])
