@@ -1,4 +1,4 @@
-"""What clients may ask of a service, after every check that needs no weights. No torch."""
+"""Commands of clients to a service, after every check that needs no weights. No torch."""
 
 from __future__ import annotations
 

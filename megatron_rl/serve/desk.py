@@ -36,7 +36,7 @@ class Body:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Those of JSON."""
+        """The values of a JSON body. Raises BadRequest where it is in Protocol Buffers."""
         if self.json is None:
             raise BadRequest("Content-Type", "only forward_backward is in Protocol Buffers; try: application/json", 415)
         return self.json
@@ -44,7 +44,7 @@ class Body:
 
 @dataclass(frozen=True)
 class ClientModel:
-    """A model that a client trains. is_ready: its commands may run."""
+    """A model that a client trains."""
 
     tenant: str
     session: str
@@ -69,7 +69,7 @@ class SamplingSession:
 
 
 class Desk:
-    """Not safe for threads."""
+    """Checks requests and turns them into commands of a log. One thread at a time may call it."""
 
     def __init__(self, served: ServedModel, stop_token: Callable[[str], int | None], seed: int) -> None:
         """stop_token: the token that is this text, if one is. seed: of samples whose client has none."""
@@ -80,7 +80,7 @@ class Desk:
         self._saved: dict[str, SavedPath] = {}
         self._samplers: dict[str, SamplingSession] = {}
         self.num_changes = 0
-        """Of requests so far that were new; others change nothing, and a journal leaves them out."""
+        """Number of new requests so far; others change nothing, and a journal leaves them out."""
         self.posts: dict[str, Callable[[str, Body], dict[str, Any]]] = {
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
@@ -100,9 +100,9 @@ class Desk:
     # Sessions and models
 
     def _create_session(self, tenant: str, body: Body) -> dict[str, Any]:
-        mine = sum(owner == tenant for owner in self._sessions.values())
-        if mine >= MOST_SESSIONS:
-            raise BadRequest("session", f"this key has {mine} sessions; try: one of them", 429)
+        num_sessions = sum(owner == tenant for owner in self._sessions.values())
+        if num_sessions >= MOST_SESSIONS:
+            raise BadRequest("session", f"this key has {num_sessions} sessions; try: one of them", 429)
         session = f"session-{len(self._sessions)}"
         self._sessions[session] = tenant
         self.num_changes += 1
@@ -138,9 +138,9 @@ class Desk:
 
     def _new_model(self, tenant: str, session: str, values: Mapping[str, Any]) -> str:
         model = f"{session}:train:{request_values.whole(values, 'model_seq_id', 0, MOST_NUMBER)}"
-        mine = sum(one.tenant == tenant for one in self._models.values())
-        if model not in self._models and mine >= MOST_MODELS:
-            raise BadRequest("model", f"this key has {mine} models; try: load_weights into one of them", 429)
+        num_models = sum(one.tenant == tenant for one in self._models.values())
+        if model not in self._models and num_models >= MOST_MODELS:
+            raise BadRequest("model", f"this key has {num_models} models; try: load_weights into one of them", 429)
         self._models.setdefault(model, ClientModel(tenant, session))
         return model
 
@@ -270,7 +270,7 @@ class Desk:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sampler_info(self, tenant: str, name: str) -> dict[str, Any]:
-        """What a sampling session samples from. Raises BadRequest for one that the tenant does not have."""
+        """Return the weights of a sampling session. Raises BadRequest for one that the tenant does not have."""
         sampler = self._samplers.get(name)
         if sampler is None or sampler.tenant != tenant:
             raise BadRequest("sampler_id", f"{shown(name)} is no sampling session of this key", 404)

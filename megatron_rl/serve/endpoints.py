@@ -26,9 +26,9 @@ START = "/api/v1/"
 LARGEST_BODY = 16 << 20
 """Bytes of a request. The SDK cuts passes into requests of 5 MB."""
 POLL_S = 20.0
-"""How long a question for a reply waits, below the 45 s after which the SDK gives up."""
+"""Seconds that a question for a reply waits, below the 45 s after which the SDK gives up."""
 IDLE_S = 120.0
-"""How long a client may send nothing of a body that it has begun."""
+"""Seconds in which a client may send nothing of a body that it has begun."""
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
@@ -40,7 +40,7 @@ CLIENT_CONFIG = {
     "sample_max_concurrent_requests": 1000,
     "use_pyqwest_transport": False,
 }
-"""What the SDK may do with this service: no compressed bodies, no losses that run here."""
+"""Settings of the SDK for this service: no compressed bodies, no losses that run here."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
