@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from make_demo_assets import MARKER, finished, make_model, make_tokenizer, replace_folder, write_parquet
+from make_demo_assets import MARKER, finished, make_model, make_tokenizer, replace_or_exit, write_parquet
 
 FORMAT_VERSION = 1
 STAGE = Path(__file__).resolve().parents[1] / "configs/stages/agent_model_cpu.yaml"
@@ -163,14 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{output} is ready")
         return
     started = time.monotonic()
-    try:
-        replace_folder(output, MARKER, lambda folder: build(args.task, folder, args.seed))
-    except FileExistsError as error:
-        parser.error(str(error))
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    replace_or_exit(parser, output, lambda folder: build(args.task, folder, args.seed))
     print(f"{output} made in {time.monotonic() - started:.0f} s")
 
 

@@ -275,6 +275,21 @@ def replace_folder(output: Path, marker: str, build: Callable[[Path], dict]) -> 
     return facts
 
 
+def replace_or_exit(parser: argparse.ArgumentParser, output: Path, build: Callable[[Path], dict]) -> dict:
+    """Replace a folder for a command line, and return what `build` returned.
+
+    Exits with 2 rather than replace a folder without MARKER, with a failed program's code, and with 130 after Ctrl-C.
+    """
+    try:
+        return replace_folder(output, MARKER, build)
+    except FileExistsError as error:
+        parser.error(str(error))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def describe(facts: dict) -> str:
     """One line for the user."""
     return (
@@ -300,14 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = f"--output {args.output} --seed {args.seed}"
         parser.error(f"{given} would replace the files of the repository: name another --output, or remove these first")
     started = time.monotonic()
-    try:
-        facts = replace_folder(args.output, MARKER, lambda folder: build(folder, args.seed))
-    except FileExistsError as error:
-        parser.error(str(error))
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    facts = replace_or_exit(parser, args.output, lambda folder: build(folder, args.seed))
     print(f"{args.output} made in {time.monotonic() - started:.0f} s: {describe(facts)}")
 
 

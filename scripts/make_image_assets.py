@@ -25,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from make_demo_assets import MARKER, finished, replace_folder, write_parquet
+from make_demo_assets import MARKER, finished, replace_or_exit, write_parquet
 
 FORMAT_VERSION = 1
 STAGE = Path(__file__).resolve().parents[1] / "configs/stages/image_model_cpu.yaml"
@@ -204,14 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{args.output} is ready")
         return
     started = time.monotonic()
-    try:
-        replace_folder(args.output, MARKER, lambda folder: build(folder, args.seed))
-    except FileExistsError as error:
-        parser.error(str(error))
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    replace_or_exit(parser, args.output, lambda folder: build(folder, args.seed))
     print(f"{args.output} made in {time.monotonic() - started:.0f} s")
 
 
