@@ -211,4 +211,7 @@ class ExpertsMLP(LayerPart):
         return 3 * (self.ffn // cut.expert_tp_size) * self._routed(cut)
 
     def engine_elements(self, tp_size: int) -> int:
-        return 3 * ((self.ffn * self.experts_per_token + self.shared) // tp_size)
+        inside = 3 * ((self.ffn * self.experts_per_token + self.shared) // tp_size)
+        # Outputs of routed and of shared experts are summed over ranks one by one, and then added: seven tensors of
+        # hidden states, of which a layer has four anyway.
+        return max(inside, 3 * self.hidden) if self.shared and tp_size > 1 else inside

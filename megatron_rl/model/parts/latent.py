@@ -132,8 +132,8 @@ class LatentAttention(AttentionPart):
         return 4 * (self.num_heads // cut.tp_size) * self.query
 
     def engine_elements(self, tp_size: int) -> int:
-        """Queries, keys and values of this rank's heads; latent vectors and their norms, which no TP cuts."""
-        return 3 * self.query_columns // tp_size + 2 * ((self.q_rank or 0) + self.kv_rank) + self.rope
+        # Latent vectors are gone when the MLP works, whose tensors are added to these.
+        return 3 * self.query_columns // tp_size
 
     def cached_elements(self, tp_size: int) -> int:
         return self.cached
