@@ -9,14 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from task_cases import PlainLoop, task_config, token_batch
+from sweeps import often
+from task_cases import PlainLoop, answer_batch, one_update, task_config, token_batch
 from tiny_models import random_batch, run_config, save_qwen2
+from torch.nn.functional import logsigmoid
 from updates import OPTIMIZER, relative, whole_weights
 
 from megatron_rl.columns import ACTOR_UPDATE
-from megatron_rl.config.tasks import SFT
+from megatron_rl.config.tasks import DPO, SFT
 from megatron_rl.losses.summed import SUMMED_LOSSES
-from megatron_rl.records import Batch, ragged
+from megatron_rl.records import Batch, answer_rows, ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -137,48 +139,63 @@ def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None
             assert not rank or "adapter" not in name or found["alone"][name].abs().max() > 0
 
 
-def supervised(config) -> dict:
-    """Weights after `sft`'s update."""
+PAIRS, BETA = (2,) * 7, 0.1
+AS_A_STAGE = {"learning_rate": OPTIMIZER["lr"], "eps": OPTIMIZER["eps"], "beta1": 0.9, "beta2": 0.999}
+AS_A_STAGE |= {"grad_clip_norm": OPTIMIZER["clip_grad"]}
+
+
+def client_rows(input_ids: list, weights: list) -> Batch:
+    """Rows in which each token but the first has a weight."""
+    sampled = ragged([torch.arange(len(row)) > 0 for row in input_ids])
+    return Batch(input_ids=ragged(input_ids), sampled=sampled, advantages=ragged(weights))
+
+
+def by_a_client(config, task: str) -> dict:
+    """Weights after one step by a client: cross-entropy in two passes, or DPO's gradient with regard to log-probs."""
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
     worker.build("actor")
-    worker.roles["actor"].update(token_batch())
-    return {name: p.detach().clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()}
-
-
-def as_a_client(config) -> dict:
-    """Weights after the same by a client: two passes with weights, those of a mean over the tokens that count."""
-    from megatron_rl.roles.host import RankHost
-    from megatron_rl.roles.model_source import named_parameters
-
-    worker, batch = RankHost(config), token_batch()
-    worker.build("actor")
-    actor, counts = worker.roles["actor"], batch["sampled"].unbind()
-    num_tokens = int(batch.num_sampled.sum())
-    rows = Batch(
-        input_ids=batch["input_ids"],
-        sampled=ragged([torch.arange(len(row)) > 0 for row in counts]),
-        advantages=ragged([row[1:].float() / num_tokens for row in counts]),
-    )
-    for part in torch.arange(len(rows)).tensor_split(2):
-        actor.add_gradients(rows[part], "cross_entropy", {})
-    actor.step_client(
-        {
-            "learning_rate": OPTIMIZER["lr"],
-            "eps": OPTIMIZER["eps"],
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "grad_clip_norm": OPTIMIZER["clip_grad"],
-        }
-    )
+    where, actor = worker.coordinates(), worker.roles["actor"]
+    batch = token_batch() if task == SFT else answer_batch(PAIRS, score_token=False)
+    mine = batch[torch.arange(len(batch)).tensor_split(where.dp_size)[where.dp_rank]]
+    rows = mine if task == SFT else answer_rows(mine)
+    tokens, counts = rows["input_ids"].unbind(), [row[1:].float() for row in rows["sampled"].unbind()]
+    if task == SFT:
+        weights = [row / int(batch.num_sampled.sum()) for row in counts]
+    else:
+        scored = actor.client_log_probs(client_rows(tokens, counts))
+        flat = [torch.zeros(sum(map(len, counts)))]  # before the last stage weights do not matter
+        if scored is not None:
+            log_probs = scored.flat("old_log_probs").float().requires_grad_()
+            parts = zip(log_probs.split([len(row) for row in counts]), counts, strict=True)
+            ratios = torch.stack([(row * count).sum() for row, count in parts]) - mine.flat("given")
+            (-logsigmoid(BETA * (ratios[::2] - ratios[1::2])).sum() / len(batch)).backward()
+            flat = [-log_probs.grad]
+        weights = list(flat[0].split([len(row) for row in counts]))
+    given = client_rows(tokens, weights)
+    for part in torch.arange(len(given)).tensor_split(2):
+        actor.add_gradients(given[part], "cross_entropy", {})
+    actor.step_client(AS_A_STAGE)
     return {name: p.detach().clone() for name, p in named_parameters(actor.trainable.models).items()}
 
 
-def test_a_clients_cross_entropy_is_sft(model_path) -> None:
-    """Weights to 1e-6. Would not catch what both have in common: the model's passes."""
-    [expected] = run_ranks(1, supervised, task_config(model_path, SFT, 1, 1))
-    [found] = run_ranks(1, as_a_client, run_config(model_path, 1, 1))
-    for name, weight in expected.items():
-        assert (found[name] - weight).abs().max() <= 1e-6, name
+STAGES = {SFT: (token_batch, (), 1e-6), DPO: (lambda: answer_batch(PAIRS, score_token=False), (len(PAIRS),), 1e-5)}
+CUTS = {"one": (1, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2), "DP2": (2, 1, 1)}
+
+
+@pytest.mark.parametrize("cut", often(CUTS, ["one"], CUTS))
+@pytest.mark.parametrize("task", STAGES)
+def test_a_clients_step_is_that_of_a_stage(task, cut, model_path) -> None:
+    """Cross-entropy with `sft`'s weights is `sft` to 1e-6; DPO by weights -dL/dp, as the SDK's custom losses send, is
+    `dpo` to 1e-5.
+
+    Would not catch what both have in common: the model's passes.
+    """
+    (make, arguments, most), (world_size, tp_size, pp_size) = STAGES[task], CUTS[cut]
+    expected = run_ranks(world_size, one_update, task_config(model_path, task, tp_size, pp_size), make(), *arguments)
+    found = run_ranks(world_size, by_a_client, run_config(model_path, tp_size, pp_size), task)
+    for mine, stage in zip(found, expected, strict=True):
+        for name, weight in stage["actor_weights"].items():
+            assert (mine[name] - weight).abs().max() <= most, name
