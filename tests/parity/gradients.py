@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_policy import reduced_gradients
 from tiny_models import random_batch
 from updates import NUM_ROWS, text_rows
 
@@ -34,22 +35,27 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
 
 
 def policy_gradients(config, rows_of: Callable[[Any], Batch] = text_rows) -> dict:
-    """One process: log-probs, and gradients of the policy loss where old ones are equal to them. rows_of: as of
-    `updates.one_update`.
+    """What one rank knows of its rows: log-probs, and gradients of the policy loss over all ranks where old log-probs
+    are equal to them. rows_of: as of `updates.one_update`.
     """
     from megatron_rl.roles.host import RankHost
-    from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
     worker.build("actor")
+    where, actor = worker.coordinates(), worker.roles["actor"]
     experience = rows_of(worker)
-    experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(ACTOR_SCORES))["old_log_probs"])
-    worker.roles["actor"].compute_gradients(experience.read_by(ACTOR_UPDATE))
-    gradients = {
-        name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
+    mine = experience[torch.arange(len(experience)).tensor_split(where.dp_size)[where.dp_rank]]
+    scores = actor.log_probs(mine.read_by(ACTOR_SCORES))
+    # No stage before the last computes a loss, so any old ones do.
+    mine.add(old_log_probs=mine["advantages"] if scores is None else scores["old_log_probs"])
+    for _ in range(2):  # Megatron's first pass finds out when gradients are ready to be reduced
+        actor.compute_gradients(mine.read_by(ACTOR_UPDATE))
+    return {
+        "where": where,
+        "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64),
+        "log_probs": None if scores is None else scores.flat("old_log_probs"),
+        "actor_weights": reduced_gradients(actor, worker.groups.dp_group),
     }
-    place = worker.groups.grid.place(0, vocab_multiple=64)
-    return {"actor_weights": gradients, "place": place, "log_probs": experience["old_log_probs"].values()}
 
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:

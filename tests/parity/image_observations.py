@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from gradients import gradients_on_disk, policy_gradients
 from layout_keys import of_actor
 from ranks import run_ranks
-from scenarios import Runs, Scenario
+from scenarios import ALONE, Runs, Scenario
 from tiny_models import run_config
 from updates import assert_same, collected, one_update, relative, run_layout, whole_weights
 from vision_folders import FIRST_BYTE, FIRST_COLOUR, IMAGE, VISION_END, VISION_START
@@ -31,6 +31,7 @@ GRIDS = ((1, 4, 6), (1, 2, 2), (1, 8, 4))
 IN_ROWS = ((), (0,), (0, 1, 2), (0,), (2,), (), (1, 2), (0, 1, 2), (2,))
 """The images of each row. Rows 1 and 3, and 2 and 7, have equal prompts; row 8 has that of row 4 with another image."""
 SAME = {3: 1, 7: 2, 8: 4}
+ALL_ROWS = tuple(range(len(IN_ROWS)))
 
 
 def patches_of(form: ImageForm, number: int) -> torch.Tensor:
@@ -136,12 +137,14 @@ def trained_columns(worker: Any) -> Batch:
     return Batch(policy_features=ragged_from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])))
 
 
-def expected_log_probs(path: str, model: torch.nn.Module) -> torch.Tensor:
-    """Log-prob of every response token under transformers' model on the pixels, where no placeholder can follow."""
+def expected_log_probs(path: str, model: torch.nn.Module, rows: Sequence[int] = ALL_ROWS) -> torch.Tensor:
+    """Log-prob of every response token of these rows under transformers' model on the pixels, where no placeholder can
+    follow.
+    """
     form = image_form(ModelFolder(path).settings)
     assert form is not None
-    batch, expected = image_rows(form), []
-    for row, (ids, length) in enumerate(zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), strict=True)):
+    batch, expected = image_rows(form)[torch.tensor(rows)], []
+    for row, ids, length in zip(rows, batch["input_ids"].unbind(), batch.num_sampled.tolist(), strict=True):
         given: dict[str, torch.Tensor] = {}
         if images_of(row):
             given["pixel_values"] = torch.cat([patches_of(form, number) for number in images_of(row)])
@@ -153,15 +156,17 @@ def expected_log_probs(path: str, model: torch.nn.Module) -> torch.Tensor:
     return torch.cat(expected)
 
 
-def by_transformers(path: str, *, trains_tower: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def by_transformers(
+    path: str, *, trains_tower: bool = False, rows: Sequence[int] = ALL_ROWS
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs, and gradients of -mean(advantage * log-prob) of the language model's tensors, or of all."""
     from megatron_rl.controller.report import hf_model
 
     model, form = hf_model(path), image_form(ModelFolder(path).settings)
     assert form is not None
     model.model.visual.requires_grad_(trains_tower)
-    log_probs = expected_log_probs(path, model)
-    (-log_probs * image_rows(form).flat("advantages")).mean().backward()
+    log_probs = expected_log_probs(path, model, rows)
+    (-log_probs * image_rows(form)[torch.tensor(rows)].flat("advantages")).mean().backward()
     inside = inside_of(model.config.architectures)
     assert inside is not None
     assert inside.tower is not None
@@ -179,30 +184,48 @@ def by_transformers(path: str, *, trains_tower: bool = False) -> tuple[torch.Ten
 
 @dataclass(frozen=True)
 class ImageGradients:
-    """Log-probs of rows with images, and gradients of the language model, are those of transformers in one process.
+    """Log-probs of rows with images, and gradients, are those of transformers; over several ranks those of one, too.
 
-    Would not catch errors of splitting, which `ImageUpdate` does; nor a tower that both build wrongly.
+    Would not catch a tower that both build wrongly.
     """
 
     bound: float = 1e-5
     """Of a gradient, relative to its largest element; all together are within 1e-5 of their norm."""
     name: str = "image gradients"
     trains_tower: bool = False
+    rows: tuple[int, ...] = ALL_ROWS
+    """Those that are read, one half by each of two data-parallel ranks."""
 
     def check(self, scenario: Scenario, runs: Runs, folder: Path) -> None:
         path = runs.path(scenario)
-        trained, rows_of = ({}, rows_with_features) if not self.trains_tower else (TRAINED, rows_with_patches)
-        config = run_config(path, 1, 1, **READS, **trained, **scenario.common, **scenario.keys)
-        [found] = run_ranks(1, partial(policy_gradients, rows_of=rows_of), config)
-        transformers = partial(by_transformers, path, trains_tower=self.trains_tower)
+        found = self._gradients(path, scenario.ranks, {**scenario.common, **scenario.keys, **of_actor(scenario.sizes)})
+        transformers = partial(by_transformers, path, trains_tower=self.trains_tower, rows=self.rows)
         log_probs, expected = runs.once((self.name, path), transformers)
-        assert (found["log_probs"] - log_probs).abs().max() < 2e-5
-        ours = whole_weights([found], "actor", path)
+        assert (collected(found, "log_probs") - log_probs).abs().max() < 2e-5
+        ours = self._compared(found, path, expected)
+        if scenario.ranks != ALONE:
+            alone = runs.once((self.name, path, ALONE), lambda: self._gradients(path, ALONE, scenario.common))
+            assert ours.keys() == self._compared(found, path, whole_weights(alone, "actor", path)).keys()
+        squares = sum(gradient.square().sum() for gradient in expected.values())
+        assert sum((ours[name] - expected[name]).square().sum() for name in ours) < 1e-5**2 * squares
+
+    def _gradients(self, path: str, ranks: tuple[int, int, int], keys: Mapping[str, object]) -> list[dict]:
+        trained, rows_of = (TRAINED, rows_with_patches) if self.trains_tower else ({}, rows_with_features)
+        config = run_config(path, *ranks[1:], **READS, **trained, **keys)
+        return run_ranks(ranks[0], partial(chosen_gradients, rows_of=rows_of, rows=self.rows), config)
+
+    def _compared(self, found: list[dict], path: str, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return whole gradients, which are within the bound of these."""
+        ours = whole_weights(found, "actor", path)
         assert ours.keys() - {"lm_head.weight"} == expected.keys() - {"lm_head.weight"}
         far = {name: relative(gradient, expected[name]) for name, gradient in ours.items()}
         assert max(far.values()) < self.bound, sorted(far.items(), key=lambda one: -one[1])[:4]
-        squares = sum(gradient.square().sum() for gradient in expected.values())
-        assert sum((ours[name] - expected[name]).square().sum() for name in ours) < 1e-5**2 * squares
+        return ours
+
+
+def chosen_gradients(config: Any, rows_of: Callable[[Any], Batch], rows: Sequence[int]) -> dict:
+    """`policy_gradients` of these rows."""
+    return policy_gradients(config, lambda worker: rows_of(worker)[torch.tensor(rows)])
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from megatron_rl.config.tasks import DPO, REWARD, SFT
 GRADIENTS, UPDATE, FEATURES = ImageGradients(), ImageUpdate(), ImageFeatures()
 TOWER = ImageGradients(name="tower gradients", trains_tower=True)
 TOWER_UPDATE = ImageUpdate(name="tower update", trains_tower=True)
+TOWER_BEFORE = replace(TOWER, name="tower gradients, images on the first rank", rows=(1, 2, 0, 5))
+TOWER_BEHIND = replace(TOWER, name="tower gradients, images on the last rank", rows=(0, 5, 1, 2))
 AGAIN = of_both(FULL)
 OVERLAPPED = {"override_ddp_config__overlap_grad_reduce": True}
 TREE = {"actor_rollout_ref__model__enable_tree_training": True}
@@ -64,6 +66,12 @@ IMAGES = tuple(
         (save_qwen3_vl_folder, "one process", (1, 1, 1), {}, {}, TOWER, LONG),
         (save_qwen3_vl_folder, "one process, full", (1, 1, 1), {}, AGAIN, TOWER, WEEKLY),
         (save_qwen3_5_vl_folder, "one process", (1, 1, 1), {}, {}, replace(TOWER, bound=2e-5), WEEKLY),
+        (save_qwen25_vl_folder, "TP2", (2, 2, 1), {}, {}, TOWER, WEEKLY),
+        (save_qwen3_vl_folder, "TP2, SP", (2, 2, 1), SP, {}, TOWER, WEEKLY),
+        (save_qwen3_vl_folder, "PP2", (2, 1, 2), {}, {}, TOWER, WEEKLY),
+        (save_qwen3_vl_folder, "DP2", (2, 1, 1), {}, {}, TOWER_BEFORE, LONG),
+        (save_qwen25_vl_folder, "DP2", (2, 1, 1), {}, {}, TOWER_BEHIND, WEEKLY),
+        (save_qwen3_vl_folder, "DP2, overlapped", (2, 1, 1), OVERLAPPED, {}, TOWER_BEHIND, WEEKLY),
         (save_qwen25_vl_folder, "TP2", (2, 2, 1), {}, {}, TOWER_UPDATE, WEEKLY),
         (save_qwen25_vl_folder, "PP2", (2, 1, 2), {}, {}, TOWER_UPDATE, WEEKLY),
         (save_qwen3_vl_folder, "TP2, PP2, SP, VPP2", (4, 2, 2), SP | VPP2, AGAIN, TOWER_UPDATE, LONG),
