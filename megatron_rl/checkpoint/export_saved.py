@@ -17,14 +17,14 @@ from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
-from megatron_rl.checkpoint.model_folder import ModelFolder
+from megatron_rl.checkpoint.model_folder import ModelFolder, form_of_images
 from megatron_rl.checkpoint.pass_through import PassThroughTensors, kept_carried
 from megatron_rl.checkpoint.run_file import read_run_file, reads_images
 from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import Model, classifier_map, mtp_specs
+from megatron_rl.model.families import Model, ParamSpec, classifier_map, mtp_specs
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,20 @@ class StoredModel:
 
 
 def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> StoredModel:
-    """Open the actor's language model, or the critic as a reward model, of a complete checkpoint.
+    """Open the actor's model, or the critic as a reward model, of a complete checkpoint.
 
-    Adapters are merged into their base, and pass-through tensors are read from it: from `base`, or from the folder that
-    the run started from. Raises ConfigError if that does not exist, or if the checkpoint needs none and `base` is
-    given.
+    A vision tower is the checkpoint's where it was trained. Adapters are merged into their base, and pass-through
+    tensors are read from it: from `base`, or from the folder that the run started from. Raises ConfigError if that does
+    not exist, or if the checkpoint needs none and `base` is given.
     """
     source = checkpoint / role / HF_FOLDER
-    saved, model = SavedTensors(checkpoint / role), Model.of(ModelFolder(source).language_config.to_dict())
+    folder, saved = ModelFolder(source), SavedTensors(checkpoint / role)
+    model = Model.of(folder.language_config.to_dict())
     is_critic = role == "critic"
     with_mtp = replace(model, has_mtp=model.family.carried.mtp is not None and not is_critic)
     if any(checkpoint_key(spec, 0) in saved.names for spec in mtp_specs(with_mtp).values()):
         model = with_mtp
-    specs = model.value_specs if is_critic else model.specs
+    specs = model.value_specs if is_critic else model.specs | _trained_tower(folder, saved)
     kept = PassThroughTensors()
     if not is_critic or reads_images(checkpoint):
         kept = kept_carried(source, base)
@@ -89,6 +90,13 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
         dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()} | carried.dtypes,
         read,
     )
+
+
+def _trained_tower(folder: ModelFolder, saved: SavedTensors) -> dict[str, ParamSpec]:
+    """Return specs of a vision tower that a checkpoint has; {}: it was not trained."""
+    form = form_of_images(folder)
+    specs = {} if form is None else form.tower_specs
+    return {name: spec for name, spec in specs.items() if checkpoint_key(spec, 0) in saved.names}
 
 
 def _read(saved: SavedTensors, tensor: HFTensor) -> torch.Tensor:
