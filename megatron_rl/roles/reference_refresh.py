@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.saved_tensors import REFERENCE_WEIGHT, WEIGHT, check
 from megatron_rl.checkpoint.sharded_state import FlatRun
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.model.families.mtp_params import MTP
+from megatron_rl.model.families.vision import TOWER
 from megatron_rl.roles.expert_bias import ExpertBias
 
 
@@ -69,7 +70,7 @@ class ReferenceRefresh:
 
     def is_in(self, names: Collection[str], specs: Mapping[str, ParamSpec]) -> bool:
         """Whether a checkpoint with tensors of these names holds a moved reference. specs: of all the policy's
-        parameters, also of a multi-token prediction layer, which a reference does not have.
+        parameters, also of a multi-token prediction layer and a trained tower, which a reference does not have.
         """
-        there, own = set(names), [spec for name, spec in specs.items() if not name.startswith(MTP)]
+        there, own = set(names), [spec for name, spec in specs.items() if not name.startswith((MTP, TOWER))]
         return all(checkpoint_key(spec, 0, REFERENCE_WEIGHT) in there for spec in own)
