@@ -138,7 +138,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/{truncated|resampled}", COUNT, "Stragglers ended, or sampled again."),
         Metric("rollout/forgotten_tokens", TOKENS, "Sampled tokens that were thrown away."),
         Metric("rollout/late_groups", "groups", "Groups of an earlier batch that are trained in this step."),
-        Metric("images/tower_passes", COUNT, "Images that the vision tower has read since the run started."),
+        Metric("images/tower_passes", COUNT, "Images that the vision tower has read since the run's last start."),
         Metric("perf/requests_in_engines", "requests", "Requests in engines at the end of the step."),
         Metric("perf/requests_away", "requests", "Requests that wait for their environment."),
         Metric("perf/rollout_version", "step", "Newest version of weights that a replica has."),
