@@ -459,12 +459,17 @@ def test_a_tower_that_is_trained(tmp_path):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.exhaustive
-@pytest.mark.weekly
-def test_a_recipe_whose_tower_is_trained(tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        pytest.param("qwen3_vl_8b_geo3k_grpo", "0,4,7", marks=WEEKLY),
+        pytest.param("qwen3.5_35b_a3b_geo3k_grpo", "0,8,15", marks=WEEKLY),
+    ],
+)
+def test_a_recipe_whose_tower_is_trained(tmp_path, recipe, ranks):
     """As of every recipe. Would not catch seconds."""
-    recipe = "configs/recipes/qwen3_vl_8b_geo3k_grpo.yaml"
-    answer = rehearse(tmp_path, "--ranks", "0,4,7", "--layers", "2", TRAINED_TOWER, config=recipe)
+    recipe = f"configs/recipes/{recipe}.yaml"
+    answer = rehearse(tmp_path, "--ranks", ranks, "--layers", "2", TRAINED_TOWER, config=recipe)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
