@@ -238,7 +238,7 @@ class MegatronConfig(LayoutConfig):
     rule, which must be installed (pip install flash-linear-attention). fused needs trainer.device=cuda."""
     freeze_vision_model: bool = True
     """Keep the vision tower of a model that reads images as it is. false: train it with the language model; the actor
-    only."""
+    only, in runs that generate."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
     override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
 

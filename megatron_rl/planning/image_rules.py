@@ -1,10 +1,11 @@
-"""Checks of runs that read images: the first stage must have all layers that read features of images."""
+"""Checks of runs that read images: who trains a vision tower, and which layers the first stage must have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from megatron_rl.config.keys import ACTOR
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.config.schema import RunConfig
@@ -14,11 +15,16 @@ from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.layout_rules import models_of
 from megatron_rl.planning.stage_rules import PP, SHARES
 
+FREEZE = f"{ACTOR}.megatron.freeze_vision_model"
+
 
 def image_problems(config: RunConfig, pools: Iterable[PoolSpec], models: Sequence[ModelSizes]) -> Iterable[Violation]:
-    """Return models whose first chunk has fewer layers than read features of images: features are on that chunk's
-    rank alone, and hidden states alone are sent to the next one.
+    """Return a tower that no task trains, and models whose first chunk has fewer layers than read features of images:
+    features are on that chunk's rank alone, and hidden states alone are sent to the next one.
     """
+    if not config.generates and not config.actor_rollout_ref.actor.megatron.freeze_vision_model:
+        rule = f"is only for runs that generate responses: {config.trainer.stage} reads images by the folder's tower"
+        yield Violation({FREEZE: False}, rule, {FREEZE: True})
     if config.data.image_key is None:
         return
     for pool in pools:

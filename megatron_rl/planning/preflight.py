@@ -147,6 +147,7 @@ def _task_problems(
         yield from file_problems(config)
     yield from pool_problems(config)
     yield from layout_problems(pools, models)
+    yield from image_problems(config, pools, models)
     yield from hardware_problems(config.trainer.hardware_file)
     yield from feature_problems(config, models)
     yield from option_problems(config, models, config_only=config_only)

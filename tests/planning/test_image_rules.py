@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from task_cases import task_config
 from tiny_models import run_config
 from torch.utils.flop_counter import FlopCounterMode
 from vision_folders import save_qwen3_5_vl_folder, save_qwen3_vl_folder, save_qwen25_vl_folder
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.config.roles import Placement
+from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.model.tower import build_tower, features_of
 from megatron_rl.planning.folder_checks import read_model_folder
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.image_rules import image_problems
 from megatron_rl.planning.memory import plan_stages, planned_memory
+from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_plan import plan_of
 
 READS = {"data__image_key": "images"}
@@ -123,3 +126,12 @@ def test_layers_that_read_features_must_be_in_the_first_chunk(tmp_path) -> None:
         assert len(found) == expected
         if found:
             assert "must leave the first 3 layers of" in str(found[0]) and "it has 2" in str(found[0])
+
+
+@pytest.mark.parametrize("stage", WITHOUT_ROLLOUT)
+def test_a_task_that_does_not_generate_trains_no_tower(stage) -> None:
+    """Would not catch a critic's tower, which no run trains."""
+    trained = {"actor_rollout_ref__actor__megatron__freeze_vision_model": False}
+    for keys, expected in ((trained, 1), ({}, 0)):
+        found = [str(one) for one in preflight(task_config("unused", stage, 1, 1, **READS, **keys), config_only=True)]
+        assert len([one for one in found if f"{stage} reads images by the folder's tower" in one]) == expected
