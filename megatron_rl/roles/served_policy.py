@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.schema import ActorConfig
 from megatron_rl.dispatch import Dispatch, remote_method
+from megatron_rl.losses.summed import summed_losses
 from megatron_rl.records import Batch
 from megatron_rl.roles.policy_followers import SampledPolicy
 
@@ -22,6 +24,7 @@ class ServedPolicy(SampledPolicy):
     """A policy that clients may train step by step. client_scorer: log-probs at temperature 1, over the tokens that
     the rollout may sample."""
 
+    config: ActorConfig
     client_scorer: TokenScorer
     _summed: SummedGradients | None = None
     _states: TrainingStates | None = None
@@ -32,10 +35,10 @@ class ServedPolicy(SampledPolicy):
     ) -> tuple[dict[str, float], Batch | None]:
         """Add the gradients of a loss of `losses.summed` over all sampled tokens to those since the last step.
 
-        batch: with `advantages` (or weights), and `old_log_probs` where the loss reads them. Returns the loss, and
-        `old_log_probs` of this pass, on the last stage.
+        batch: with `advantages` (or weights), and `old_log_probs` and `kept` where the loss reads them. Returns the
+        loss, and `old_log_probs` of this pass, on the last stage.
         """
-        return self._gradients_of_clients.add(batch, loss, settings)
+        return self._gradients_of_clients.add(batch, summed_losses(self.config)[loss], settings)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True)
     def client_log_probs(self, batch: Batch) -> Batch | None:

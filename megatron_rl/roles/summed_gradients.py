@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.metrics import MetricParts
-from megatron_rl.losses.summed import SUMMED_LOSSES
+from megatron_rl.losses.policy import PolicyTokens
+from megatron_rl.losses.summed import SummedLoss
 from megatron_rl.records import Batch
 from megatron_rl.roles.token_scorer import TokenScorer
 from megatron_rl.roles.training import TrainableModel, Update
@@ -48,13 +49,16 @@ class SummedGradients:
         self._reduction: tuple[tuple[Any, ...], dict[str, Any]] = (trainable.chunks,), {}
         trainable.clear_gradients()
 
-    def add(self, batch: Batch, loss_name: str, settings: Mapping[str, float]) -> tuple[dict[str, float], Batch | None]:
-        """Add the gradients of a loss of `SUMMED_LOSSES` over all sampled tokens of all ranks.
+    def add(
+        self, batch: Batch, loss: SummedLoss, settings: Mapping[str, float]
+    ) -> tuple[dict[str, float], Batch | None]:
+        """Add the gradients of a loss over all sampled tokens of all ranks.
 
-        batch: with `advantages` (or weights) and, where the loss reads them, `old_log_probs`. Returns the sum of the
-        loss, and `old_log_probs`: the log-prob of every sampled token in this pass; nothing before the last stage.
+        batch: with `advantages` (or weights) and, where the loss reads them, `old_log_probs` and `kept`. Returns the
+        sum of the loss, and `old_log_probs`: the log-prob of every sampled token in this pass; nothing before the last
+        stage.
         """
-        trainable, loss = self.trainable, SUMMED_LOSSES[loss_name]
+        trainable = self.trainable
         if (routing := trainable.pipeline.routing) is not None:
             routing.begin(replays=False, records=False)
         blocks = trainable.pipeline.micro_batches(batch, self._cut)
@@ -64,7 +68,8 @@ class SummedGradients:
             log_probs, fields = self._scorer.log_probs(hidden, block), block.fields
             computed.append(log_probs.detach())
             given = fields.get("old_log_probs", log_probs.detach())
-            total = loss.function(log_probs, given, fields["advantages"], settings).sum()
+            tokens = PolicyTokens(log_probs, given, fields["advantages"], block.num_sampled, fields.get("kept"))
+            total = loss.function(tokens, settings).sum()
             return total, {LOSS_SUM: total.detach()}
 
         with self._deferred():

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Row:
     """A datum. token_ids: its input and the last target behind it. weights: each target's, or its advantage.
-    log_probs: given ones; empty where the loss reads none.
+    log_probs: given ones, and counted: 1 where a target counts, else 0; each empty where the loss reads none.
     """
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
     log_probs: tuple[float, ...] = ()
+    counted: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunPools, raise_failures, take_folder
 from megatron_rl.errors import ConfigError, WorkerFailure
+from megatron_rl.losses.summed import summed_losses
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
@@ -70,10 +71,9 @@ def _serve_once(repairs: Repairs, keys: Mapping[str, str], port: int, local: boo
         logger = RunLogger(config, run_folder, folder.tokenizer, planned_memory(config, repairs.folders))
         take_folder(opened, logger, ())
         pools = RunPools.open(opened, placement, logger, StopPolicy(repairs.stop), local, repairs)
-        worker = RoleDriver(
-            pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout), num_replicas_of(config, placement)
-        )
         served = served_by(config, folder)
+        actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout)
+        worker = RoleDriver(actor, rollout, num_replicas_of(config, placement), served.losses)
         service = TrainingService(Desk(served, stop_token_of(folder.tokenizer), config.trainer.seed), worker)
         if replay is not None:
             say_repeated(logger.say, service, replay)
@@ -126,6 +126,7 @@ def served_by(config: RunConfig, folder: Any) -> ServedModel:
         folder.num_sampled_tokens(config),
         trains_mlp=is_all or any(name in targets for name in ("linear_fc1", "linear_fc2", "_proj_mlp", "up_proj")),
         trains_attention=is_all or any(name in targets for name in ("linear_qkv", "linear_proj", "q_proj")),
+        losses=summed_losses(config.actor_rollout_ref.actor),
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.losses.summed import SUMMED_LOSSES
+from megatron_rl.config.keys import LEAVES
+from megatron_rl.losses.summed import COUNTED, OF_THE_API, SummedLoss
 from megatron_rl.serve.bad_request import BadRequest, one_of, shown
 from megatron_rl.serve.client_commands import ForwardBackward, Row
 from megatron_rl.serve.tinker_messages import INT32, tensor_values, values_of
@@ -28,6 +29,7 @@ ADAM_RANGES = {
 class ServedModel:
     """The model of a service. base_model: its folder, as the configuration names it. rank: its adapters'; 0: all
     weights are trained. longest: most tokens of a row. num_tokens: the first ids, which are tokens of the policy.
+    losses: by their names.
     """
 
     base_model: str
@@ -36,6 +38,7 @@ class ServedModel:
     num_tokens: int
     trains_mlp: bool = True
     trains_attention: bool = True
+    losses: Mapping[str, SummedLoss] = field(default_factory=lambda: OF_THE_API)
 
 
 def number(body: Mapping[str, Any], name: str, low: float, high: float, default: float | None = None) -> float:
@@ -93,22 +96,32 @@ def tokens(field: str, values: Sequence[Any], served: ServedModel) -> tuple[int,
 
 def read_pass(message: Mapping[str, Any], model: str, served: ServedModel) -> ForwardBackward:
     """The command of a forward_backward request in Protocol Buffers."""
-    loss = one_of("loss_fn", message.get("loss_fn"), SUMMED_LOSSES)
-    settings = dict(SUMMED_LOSSES[loss].defaults)
-    sent = {name: value.get("text", value.get("number")) for name, value in message["loss_fn_config_v2"].items()}
-    for name, value in (message["loss_fn_config"] | sent).items():
-        known = one_of("loss_fn_config", name, settings)
-        settings[known] = number({known: value}, known, 0.0, 1e6)
-    if settings.get("clip_low_threshold", 0.0) > settings.get("clip_high_threshold", 1.0):
-        low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
-        raise BadRequest("loss_fn_config", f"clip_low_threshold={low} is above clip_high_threshold={high}")
+    name = one_of("loss_fn", message.get("loss_fn"), served.losses)
+    loss = served.losses[name]
+    settings = read_settings(message, loss)
     if not message["data"]:
         raise BadRequest("data", "there is no datum; try: one")
     rows = tuple(read_row(f"data[{place}]", one, loss, served) for place, one in enumerate(message["data"]))
-    return ForwardBackward(model, loss, settings, rows, bool(message.get("forward_only", 0)))
+    return ForwardBackward(model, name, settings, rows, bool(message.get("forward_only", 0)))
 
 
-def read_row(field: str, datum: Mapping[str, Any], loss: str, served: ServedModel) -> Row:
+def read_settings(message: Mapping[str, Any], loss: SummedLoss) -> dict[str, float]:
+    """All settings of a loss: those of a request, and defaults."""
+    settings = dict(loss.defaults)
+    sent = {name: value.get("text", value.get("number")) for name, value in message["loss_fn_config_v2"].items()}
+    for name, value in (message["loss_fn_config"] | sent).items():
+        known = one_of("loss_fn_config", name, settings)
+        settings[known] = number({known: value}, known, *((-1e6, 1e6) if loss.keys else (0.0, 1e6)))
+        if loss.keys and not (bounds := LEAVES[loss.keys[known]]).holds(settings[known]):
+            problem = bounds.violation(known, settings[known], loss.defaults[known], None)
+            raise BadRequest(known, f"{settings[known]} {problem.rule}; try: {problem.nearest[known]}")
+    if settings.get("clip_low_threshold", 0.0) > settings.get("clip_high_threshold", 1.0):
+        low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
+        raise BadRequest("loss_fn_config", f"clip_low_threshold={low} is above clip_high_threshold={high}")
+    return settings
+
+
+def read_row(field: str, datum: Mapping[str, Any], loss: SummedLoss, served: ServedModel) -> Row:
     """A datum: its targets must be its input, shifted by one token."""
     given: list[int] = []
     for place, chunk in enumerate(datum["model_input"]):
@@ -122,7 +135,7 @@ def read_row(field: str, datum: Mapping[str, Any], loss: str, served: ServedMode
     if len(inputs) >= served.longest:
         rule = f"{len(inputs)} tokens and the last target are more than the {served.longest} of a row"
         raise BadRequest(f"{field}.model_input", rule)
-    wanted, sent = ("target_tokens", *SUMMED_LOSSES[loss].reads), datum["loss_fn_inputs"]
+    wanted, sent = ("target_tokens", *loss.reads), datum["loss_fn_inputs"]
     for name in sent:
         one_of(f"{field}.loss_fn_inputs", name, wanted)
     columns = {name: _column(f"{field}.loss_fn_inputs.{name}", sent.get(name), name, len(inputs)) for name in wanted}
@@ -131,8 +144,8 @@ def read_row(field: str, datum: Mapping[str, Any], loss: str, served: ServedMode
         if target != following:
             rule = f"{target} is not the input's next token, {following}"
             raise BadRequest(f"{field}.loss_fn_inputs.target_tokens[{place}]", f"{rule}; other targets are not served")
-    reads = SUMMED_LOSSES[loss].reads
-    return Row((*inputs, targets[-1]), tuple(columns[reads[-1]]), tuple(columns.get("logprobs", ())))
+    counted = tuple(float(one != 0) for one in columns.get(COUNTED, ()))
+    return Row((*inputs, targets[-1]), tuple(columns[loss.reads[-1]]), tuple(columns.get("logprobs", ())), counted)
 
 
 def _column(field: str, tensor: Mapping[str, Any] | None, name: str, size: int) -> list[Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.losses.summed import SUMMED_LOSSES
+from megatron_rl.losses.policy import PolicyTokens
+from megatron_rl.losses.summed import SummedLoss
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import FINISHED_BY_STOP, Drawn, Slice, Start
@@ -45,10 +46,10 @@ AT_START, IN_TRAINING = "start", "in training"
 
 
 class RoleDriver:
-    """Runs one command after the other. num_replicas: the rollout's."""
+    """Runs one command after the other. num_replicas: the rollout's. losses: by their names."""
 
-    def __init__(self, actor: Actor, rollout: Rollout, num_replicas: int) -> None:
-        self._actor, self._rollout, self._num_replicas = actor, rollout, num_replicas
+    def __init__(self, actor: Actor, rollout: Rollout, num_replicas: int, losses: Mapping[str, SummedLoss]) -> None:
+        self._actor, self._rollout, self._num_replicas, self._losses = actor, rollout, num_replicas, losses
         self._model: str | None = None  # whose state is in the actor's memory
         self._as_saved: set[str] = set()  # copies whose weights those in the actor's memory are
         self._num_samplings = 0
@@ -124,8 +125,9 @@ class RoleDriver:
             log_probs = scores["old_log_probs"]
             flat = log_probs.values()
             given = batch.flat("old_log_probs") if "old_log_probs" in batch else flat
-            loss = SUMMED_LOSSES[command.loss].function
-            metrics = {"loss:sum": float(loss(flat, given, batch.flat("advantages"), command.settings).sum())}
+            kept = batch.flat("kept") if "kept" in batch else None
+            tokens = PolicyTokens(flat, given, batch.flat("advantages"), batch.num_sampled, kept)
+            metrics = {"loss:sum": float(self._losses[command.loss].function(tokens, command.settings).sum())}
         else:
             metrics, computed = self._actor.add_gradients(batch, command.loss, dict(command.settings)).get()
             assert computed is not None
@@ -211,6 +213,8 @@ def batch_of(rows: Sequence[Row]) -> Batch:
         sampled=ragged([torch.arange(len(row)) > 0 for row in tokens]),
         advantages=ragged([torch.tensor(row.weights, dtype=torch.float32) for row in rows]),
     )
+    if rows[0].counted:
+        batch.add(kept=ragged([torch.tensor(row.counted, dtype=torch.float32) for row in rows]))
     if rows[0].log_probs:
         batch.add(old_log_probs=ragged([torch.tensor(row.log_probs, dtype=torch.float32) for row in rows]))
     return batch

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import ActorConfig
+from megatron_rl.losses.summed import summed_losses
 from megatron_rl.serve.bad_request import BadRequest
 from megatron_rl.serve.client_commands import (
     CreateModel,
@@ -34,7 +36,8 @@ ORDER = (
     *("create_session", "create_model", "get_info", "forward_backward", "optim_step", "save_weights_for_sampler"),
     *("save_weights", "load_weights", "create_sampling_session", "asample"),
 )
-SERVED = ServedModel("assets/demo/model", rank=0, longest=24, num_tokens=64)
+LOSSES = summed_losses(ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.2))
+SERVED = ServedModel("assets/demo/model", rank=0, longest=24, num_tokens=64, losses=LOSSES)
 MODEL = "session-0:train:0"
 
 
@@ -128,6 +131,13 @@ BAD_PASSES = {
         "'x'",
     ),
     "a setting without end": ({"loss_fn_config": {"clip_high_threshold": float("inf")}}, "clip_high_threshold", "inf"),
+    "a setting of this package that is too small": (
+        {"loss_fn": "vanilla", "loss_fn_config": {"clip_ratio_c": 0.5}},
+        "clip_ratio_c",
+        "must be > 1; try: 3.0",
+    ),
+    "a loss of later": ({"loss_fn": "stable_reinforce"}, "loss_fn", "none of"),
+    "no mask of the tokens that count": ({"loss_fn": "gspo"}, f"{DATA}.sequence_ratio_mask", "missing"),
     "thresholds in another order": (
         {"loss_fn_config_v2": {"clip_low_threshold": {"number": 2.0}}},
         "loss_fn_config",
