@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from colour_task import write_colours
 from command_line import REPOSITORY
 from safetensors.torch import load_file
@@ -121,6 +123,7 @@ SHORTLY = ("trainer.total_training_steps=2", "trainer.test_freq=5040", "trainer.
 FEW = ("actor_rollout_ref.rollout.n=4", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
 TP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=2")
 PP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=2", "trainer.launcher=local")
+PIXELS = "data.mm_processor_kwargs.max_pixels"
 REFERENCE = "actor_rollout_ref.ref"
 MOVES = ("actor_rollout_ref.actor.use_kl_loss=true", f"{REFERENCE}.sync_ref_model=true")
 MOVES += (f"{REFERENCE}.ref_model_sync_steps=1",)
@@ -171,6 +174,22 @@ def test_a_trained_tower_is_resumed(command_line, tmp_path, keys: tuple[str, ...
     assert resumed.wait() == 0 and "resuming after step 1" in resumed.text(), resumed.text()
     ours, theirs = ({**metrics(run)[2], "images/tower_passes": 0} for run in (resumed, whole))
     assert ours == theirs and weights_equal(resumed, whole)
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((784, 3136), marks=WEEKLY)])
+def test_sizes_of_images_are_an_axis_of_an_ablation(command_line, tmp_path, sizes: tuple[int, ...]) -> None:
+    """As configs/ablations/image_pixels.yaml: smaller images have fewer tokens. Would not catch its larger model."""
+    shortly = ("trainer.launcher=local", *SHORTLY, *FEW, "trainer.export_hf=false", "trainer.logger=[console,jsonl]")
+    pairs = (one.partition("=") for one in (*keys_of(tmp_path), *shortly))
+    overrides = {key: yaml.safe_load(value) for key, _, value in pairs}
+    file, out = tmp_path / "ablation.yaml", tmp_path / "out"
+    content = {"config": CONFIG, "folder": str(out), "overrides": overrides, "grid": {PIXELS: [*sizes]}}
+    file.write_text(yaml.safe_dump(content | {"baseline": f"max_pixels={sizes[-1]}", "warmup_steps": 1}))
+    run = command_line(command=(sys.executable, "-m", "megatron_rl", "ablate", "--config", file), names_folder=False)
+    assert run.wait() == 0, run.text()
+    steps = [(out / f"points/max_pixels={size}/run/metrics.jsonl").read_text().splitlines() for size in sizes]
+    lengths = [json.loads(first)["prompt_length/mean"] for first, _ in steps]
+    assert lengths[1] - lengths[0] == 3  # 28 x 28 pixels a token
 
 
 def zoom_keys(folder: Path, save=save_qwen25_vl_folder, with_agent: bool = False) -> tuple[str, ...]:
