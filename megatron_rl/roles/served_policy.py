@@ -6,6 +6,8 @@ All ranks of the pool must call every remote method, those with rows each with t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import ActorConfig
@@ -68,6 +70,31 @@ class ServedPolicy(SampledPolicy):
     def take_weights_alone(self, name: str) -> None:
         """Put the weights of a copy in place; moments and gradients stay."""
         self._kept_states.take_weights(name)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def write_state(self, folder: str, parts: Sequence[str]) -> int:
+        """Write parts of the state to a file of each rank; returns the bytes on each rank."""
+        return self._kept_states.write(self._file(folder), parts)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def read_state(self, folder: str, parts: Sequence[str]) -> None:
+        """Continue with parts of what was written to a folder; moments and gradients that are not asked for are 0."""
+        self._kept_states.read(self._file(folder), parts)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def read_weights_alone(self, folder: str) -> None:
+        """Put the weights of a folder in place; moments and gradients stay."""
+        self._kept_states.read_weights(self._file(folder))
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def remove_state(self, folder: str) -> None:
+        """Remove what was written to a folder."""
+        self._file(folder).unlink(missing_ok=True)
+        with suppress(OSError):  # until the last rank of a node has removed its file
+            Path(folder).rmdir()
+
+    def _file(self, folder: str) -> Path:
+        return Path(folder) / f"{self.rank.groups.rank}.safetensors"
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="update")
     def drop_state(self, name: str) -> None:

@@ -1,11 +1,19 @@
-"""Copies of training states in host memory, by name: several models of one shape take turns in one set of buffers."""
+"""Copies of training states: several models of one shape take turns in one set of buffers.
+
+Copies that take turns are in host memory, by name. Those that are to last are files, safetensors, one of each rank: its
+own shards, so that they fit one layout.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.roles.training import TrainableModel
@@ -16,6 +24,10 @@ STATE = (WEIGHTS, MOMENTS, GRADIENTS)
 sums of passes since the last step."""
 
 
+SUM_OF_LOSSES, NUM_TOKENS, ADAM_STEP = "sum_of_losses", "num_tokens", "adam_step"
+UNFINISHED = ".unfinished"
+
+
 @dataclass(frozen=True)
 class KeptState:
     """One rank's share of a state: tensors of its parts, Adam's count of steps, and the loss and tokens of the sums."""
@@ -23,6 +35,18 @@ class KeptState:
     tensors: dict[str, list[Tensor]]
     adam_step: int
     sums: tuple[Tensor, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.nbytes for tensors in self.tensors.values() for one in tensors)
+
+
+def _count(names: Sequence[str], part: str) -> int:
+    """How many tensors of a part a file has. Raises KeyError for none."""
+    if not (number := sum(name.startswith(f"{part}.") for name in names)):
+        raise KeyError(part)
+    return number
 
 
 class TrainingStates:
@@ -35,18 +59,41 @@ class TrainingStates:
 
     def keep(self, name: str, parts: Sequence[str] = STATE) -> int:
         """Copy parts of the present state, in place of an older copy of this name; returns its bytes on this rank."""
+        self._kept[name] = kept = self._copied(parts)
+        return kept.num_bytes
+
+    def write(self, file: Path, parts: Sequence[str] = STATE) -> int:
+        """Write parts of the present state to a file, whole or not at all; returns its bytes."""
+        kept = self._copied(parts)
+        tensors = {f"{part}.{place}": one for part, own in kept.tensors.items() for place, one in enumerate(own)}
+        tensors[SUM_OF_LOSSES] = kept.sums[0].detach().to("cpu", copy=True).reshape(1)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(UNFINISHED)
+        save_file(tensors, unfinished, {ADAM_STEP: str(kept.adam_step), NUM_TOKENS: str(kept.sums[1])})
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        unfinished.replace(file)
+        return kept.num_bytes
+
+    def _copied(self, parts: Sequence[str]) -> KeptState:
         trainable = self._trainable
         trainable.sync.finish()
         copies = {part: [one.to("cpu", copy=True) for one in self._tensors(part)] for part in parts}
-        self._kept[name] = KeptState(copies, trainable.adam.step, trainable.sums)
-        return sum(one.nbytes for tensors in copies.values() for one in tensors)
+        return KeptState(copies, trainable.adam.step, trainable.sums)
 
-    @torch.no_grad()
     def take(self, name: str, parts: Sequence[str] = STATE) -> None:
         """Continue with parts of a copy; moments and gradients that are not asked for are 0. Raises KeyError for a
         name or a part that was not kept.
         """
-        trainable, kept = self._trainable, self._kept[name]
+        self._continue(self._kept[name], parts)
+
+    def read(self, file: Path, parts: Sequence[str] = STATE) -> None:
+        """Continue with parts of a file, as `take` does. Raises KeyError for a part that it does not have."""
+        self._continue(self._of_file(file, parts), parts)
+
+    @torch.no_grad()
+    def _continue(self, kept: KeptState, parts: Sequence[str]) -> None:
+        trainable = self._trainable
         trainable.sync.finish()
         for part in STATE:
             if part in parts:
@@ -59,11 +106,28 @@ class TrainingStates:
         trainable.adam.set_step(kept.adam_step if MOMENTS in parts else 0)
         trainable.adam.take_weights()
 
-    @torch.no_grad()
+    def _of_file(self, file: Path, parts: Sequence[str]) -> KeptState:
+        with safe_open(file, "pt") as opened:
+            names, head = opened.keys(), opened.metadata()
+            tensors = {
+                part: [opened.get_tensor(f"{part}.{place}") for place in range(_count(names, part))] for part in parts
+            }
+            loss: Tensor = opened.get_tensor(SUM_OF_LOSSES)
+        sums = loss.to(self._trainable.device).reshape(()), int(head[NUM_TOKENS])
+        return KeptState(tensors, int(head[ADAM_STEP]), sums)
+
     def take_weights(self, name: str) -> None:
         """Put the weights of a copy into the buffers; moments and gradients stay as they are."""
+        self._put(self._kept[name].tensors[WEIGHTS])
+
+    def read_weights(self, file: Path) -> None:
+        """Put the weights of a file into the buffers; moments and gradients stay as they are."""
+        self._put(self._of_file(file, (WEIGHTS,)).tensors[WEIGHTS])
+
+    @torch.no_grad()
+    def _put(self, weights: Sequence[Tensor]) -> None:
         self._trainable.sync.finish()
-        for tensor, copied in zip(self._tensors(WEIGHTS), self._kept[name].tensors[WEIGHTS], strict=True):
+        for tensor, copied in zip(self._tensors(WEIGHTS), weights, strict=True):
             tensor.copy_(copied)
 
     def drop(self, name: str) -> None:

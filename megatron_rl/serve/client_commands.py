@@ -20,7 +20,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CreateModel:
-    """A new model, as the service's model is at its start. path: from the state that a client has saved."""
+    """A new model, as the service's model is at its start. path: from the copy that a client has saved."""
 
     model: str
     path: str = ""
@@ -48,8 +48,8 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class SaveWeights:
-    """Keep the state under a path, or the weights alone, for sampling. sampler: the sampling session that reads them;
-    "" for none.
+    """Keep a copy of the state, or of the weights alone, for sampling. path: the copy's name: the client's path, and
+    behind `~` a number where that was saved before. sampler: the sampling session that reads them; "" for none.
     """
 
     model: str
@@ -60,7 +60,7 @@ class SaveWeights:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Continue with a state that was saved."""
+    """Continue with a copy."""
 
     model: str
     path: str
@@ -69,7 +69,7 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """Sequences that continue a prompt. weights: the path of those that sample; "" for the model as the service starts.
+    """Sequences that continue a prompt. weights: the copy of those that sample; "" for the model as the service starts.
     stop: tokens that end a sequence; None: the model's end tokens. prompt_log_probs: also return the prompt's.
     """
 
@@ -85,4 +85,23 @@ class SampleTokens:
     prompt_log_probs: bool = False
 
 
-Command = CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | SampleTokens
+@dataclass(frozen=True)
+class UnloadModel:
+    """Forget a model's state."""
+
+    model: str
+
+
+@dataclass(frozen=True)
+class DropCopy:
+    """Forget a copy, which no other command needs."""
+
+    copy: str
+
+
+def client_path(copy: str) -> str:
+    """The path under which a client has saved a copy."""
+    return copy.partition("~")[0]
+
+
+Command = CreateModel | ForwardBackward | OptimStep | SaveWeights | LoadWeights | SampleTokens | UnloadModel | DropCopy

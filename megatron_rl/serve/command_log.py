@@ -58,6 +58,7 @@ class CommandLog:
         self._lanes: dict[str, _Lane] = {}
         self._ready: dict[str, deque[Entry]] = {}
         self._num_open: dict[str, int] = {}
+        self._num_open_of_lane: dict[str, int] = {}
         self._replied: dict[str, deque[Entry]] = {}
 
     def submit(self, entry: Entry) -> tuple[Entry, bool]:
@@ -79,6 +80,7 @@ class CommandLog:
             self._check_number(entry)
         self._entries[entry.request_id] = entry
         self._num_open[entry.tenant] = self._num_open.get(entry.tenant, 0) + 1
+        self._num_open_of_lane[entry.lane] = self.num_open(entry.lane) + 1
         if not entry.lane:
             self._ready.setdefault(entry.tenant, deque()).append(entry)
             return entry, True
@@ -98,6 +100,10 @@ class CommandLog:
     def has(self, request_id: str) -> bool:
         """Whether a command was taken."""
         return request_id in self._entries
+
+    def num_open(self, lane: str) -> int:
+        """Commands of a lane that have no reply."""
+        return self._num_open_of_lane.get(lane, 0)
 
     def next_number(self, lane: str) -> int:
         """The number of the first command of a lane that has not arrived."""
@@ -142,6 +148,7 @@ class CommandLog:
         entry.reply = reply
         entry.command = None
         self._num_open[entry.tenant] -= 1
+        self._num_open_of_lane[entry.lane] -= 1
         kept = self._replied.setdefault(entry.tenant, deque())
         kept.append(entry)
         if len(kept) > MOST_REPLIES:

@@ -1,29 +1,45 @@
 """The state of a service's clients: sessions, models, samplers and saved states, each of one tenant.
 
-A request becomes a command of the log, or is replied to here. The same requests in the same order give the same names,
-so that a journal of requests is enough to come back to them. No processes, no clock, no torch.
+A request becomes a command of the log, or is replied to here. The same requests in the same order, at the same times,
+give the same names, so that a journal of requests is enough to come back to them. No processes, no clock, no torch.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.serve import request_values
 from megatron_rl.serve.bad_request import BadRequest, one_of, shown
-from megatron_rl.serve.client_commands import Command, CreateModel, LoadWeights, OptimStep, SampleTokens, SaveWeights
+from megatron_rl.serve.client_commands import (
+    Command,
+    CreateModel,
+    DropCopy,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    UnloadModel,
+    client_path,
+)
 from megatron_rl.serve.command_log import CommandLog, CommandReply, Entry
 from megatron_rl.serve.protobuf import decoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.request_values import ServedModel
+from megatron_rl.serve.sample_request import read_sample
+from megatron_rl.serve.saved_states import (
+    SCHEME,
+    ClientState,
+    SavedStates,
+    as_time,
+    new_name,
+    read_expiry,
+    read_metadata,
+)
 from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD
 
-SCHEME = "tinker://"
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-MOST_SESSIONS, MOST_MODELS, MOST_SAVED = 1000, 64, 1000
-"""A tenant's open sessions, models, and states and weights that are kept in host memory."""
+MOST_SESSIONS, MOST_MODELS = 1000, 64
+"""A tenant's open sessions, and models, whose states are in host memory."""
 MOST_NUMBER = 1 << 53
 
 
@@ -44,20 +60,15 @@ class Body:
 
 @dataclass(frozen=True)
 class ClientModel:
-    """A model that a client trains."""
+    """A model that a client trains, or has trained until it was unloaded. last_at: its last command's time, in seconds
+    since 1970.
+    """
 
     tenant: str
     session: str
-
-
-@dataclass(frozen=True)
-class SavedPath:
-    """A state, or weights for sampling, under a path."""
-
-    tenant: str
-    model: str
-    for_sampling: bool
-    is_whole: bool = False
+    last_at: float
+    metadata: Mapping[str, str]
+    is_loaded: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,12 @@ class Desk:
         self._stop_token, self._seed = stop_token, seed
         self._sessions: dict[str, str] = {}
         self._models: dict[str, ClientModel] = {}
-        self._saved: dict[str, SavedPath] = {}
+        self._saved = SavedStates(self._drop)
+        self._num_drops = 0
+        self.now = 0.0
+        """Seconds since 1970, of the request that is taken; a caller sets them."""
         self._samplers: dict[str, SamplingSession] = {}
-        self.num_changes = 0
+        self.num_changes, self.is_new = 0, False
         """Number of new requests so far; others change nothing, and a journal leaves them out."""
         self.posts: dict[str, Callable[[str, Body], dict[str, Any]]] = {
             "create_session": self._create_session,
@@ -94,6 +108,10 @@ class Desk:
             "create_sampling_session": self._create_sampling_session,
             "asample": self._sample,
             "weights_info": self._weights_info,
+            "unload_model": self._unload_model,
+            "finish_session": self._finish_session,
+            "delete_checkpoint": self._delete_checkpoint,
+            "set_checkpoint_ttl": self._set_checkpoint_ttl,
         }
         """The last part of a path -> what takes a request of it: (tenant, body) -> reply."""
 
@@ -122,6 +140,8 @@ class Desk:
         found = self._models.get(model)
         if found is None or found.tenant != tenant:
             raise BadRequest("model_id", f"{shown(model)} is no model of this key", 404)
+        if not found.is_loaded:
+            raise BadRequest("model_id", f"{model} is unloaded; try: a new model from a saved state", 404)
         return model
 
     def _model_of(self, tenant: str, body: Body) -> str:
@@ -136,12 +156,28 @@ class Desk:
         model = self._new_model(tenant, session, values)
         return self._given(tenant, CreateModel(model), body, f"{model}:create")
 
+    def _unload_model(self, tenant: str, body: Body) -> dict[str, Any]:
+        model = request_values.text(body.values, "model_id")
+        if not self.log.has(f"{model}:unload"):
+            self._model(tenant, model)
+            if number := self.log.num_open(model):
+                raise BadRequest("model_id", f"{number} commands of {model} have no reply yet; try: later", 409)
+        return self._given(tenant, UnloadModel(model), body, f"{model}:unload")
+
+    def _finish_session(self, tenant: str, body: Body) -> dict[str, Any]:
+        """Forget the states of a session's models, except for those that still have commands to run."""
+        session = self._session(tenant, body.values)
+        for model, one in self._models.items():
+            if one.session == session and one.is_loaded and not self.log.num_open(model):
+                self._given(tenant, UnloadModel(model), body, f"{model}:unload")
+        return {}
+
     def _new_model(self, tenant: str, session: str, values: Mapping[str, Any]) -> str:
         model = f"{session}:train:{request_values.whole(values, 'model_seq_id', 0, MOST_NUMBER)}"
-        num_models = sum(one.tenant == tenant for one in self._models.values())
+        num_models = sum(one.tenant == tenant and one.is_loaded for one in self._models.values())
         if model not in self._models and num_models >= MOST_MODELS:
-            raise BadRequest("model", f"this key has {num_models} models; try: load_weights into one of them", 429)
-        self._models.setdefault(model, ClientModel(tenant, session))
+            raise BadRequest("model", f"this key has {num_models} models; try: unload_model of one", 429)
+        self._models.setdefault(model, ClientModel(tenant, session, self.now, read_metadata(values)))
         return model
 
     def _check_base(self, values: Mapping[str, Any]) -> None:
@@ -192,39 +228,37 @@ class Desk:
         return self._numbered(tenant, OptimStep(model, request_values.read_adam(body.values)), body)
 
     def _save_weights(self, tenant: str, body: Body) -> dict[str, Any]:
-        model = self._model_of(tenant, body)
-        path = self._new_path(tenant, model, body.values, "weights")
-        return self._numbered(tenant, SaveWeights(model, path, for_sampling=False), body)
+        model, values = self._model_of(tenant, body), body.values
+        path = f"{SCHEME}{model}/weights/{new_name(values)}"
+        return self._save(tenant, body, path, request_values.flag(values, "overwrite"), "")
 
     def _save_for_sampler(self, tenant: str, body: Body) -> dict[str, Any]:
         model, values = self._model_of(tenant, body), body.values
         if values.get("kind", "snapshot") != "snapshot":
             raise BadRequest("kind", f"{shown(values['kind'])} is not served; try: snapshot")
-        number, sampler = self._number(values), ""
-        if values.get("path") is None:
-            place = request_values.whole(values, "sampling_session_seq_id", 0, MOST_NUMBER)
-            sampler, values = f"{self._models[model].session}:sample:{place}", {**values, "path": f"sampler-{number}"}
-        path = self._new_path(tenant, model, values, "sampler_weights")
-        return self._numbered(tenant, SaveWeights(model, path, True, sampler), body)
+        folder, sampler = f"{SCHEME}{model}/sampler_weights", ""
+        if values.get("path") is not None:
+            return self._save(tenant, body, f"{folder}/{new_name(values)}", overwrite=False, sampler="")
+        place = request_values.whole(values, "sampling_session_seq_id", 0, MOST_NUMBER)
+        sampler = f"{self._models[model].session}:sample:{place}"
+        return self._save(tenant, body, f"{folder}/sampler-{self._number(values)}", overwrite=False, sampler=sampler)
 
-    def _new_path(self, tenant: str, model: str, values: Mapping[str, Any], folder: str) -> str:
-        """The path under which a request saves. The same request may come again."""
-        name, number = request_values.text(values, "path"), self._number(values)
-        if NAME.fullmatch(name) is None:
-            near = re.sub("[^A-Za-z0-9_-]+", "-", name)[:64].strip("-") or "a"
-            rule = "is no name of at most 128 letters, digits, '.', '_' and '-' that begins with no '.'"
-            raise BadRequest("path", f"{shown(name)} {rule}; try: {near}")
-        path = f"{SCHEME}{model}/{folder}/{name}"
-        is_again = self.log.has(f"{model}:{number}")
-        if path in self._saved and not (is_again or request_values.flag(values, "overwrite")):
-            raise BadRequest("path", f"{name} is saved already; try: overwrite=true, or {name[:120]}-2")
-        if path not in self._saved and sum(one.tenant == tenant for one in self._saved.values()) >= MOST_SAVED:
-            raise BadRequest("path", f"this key has {MOST_SAVED} saved states; try: overwrite=true", 429)
-        return path
+    def _save(self, tenant: str, body: Body, path: str, overwrite: bool, sampler: str) -> dict[str, Any]:
+        """Save under a path. The same request may come again."""
+        values, model = body.values, body.values["model_id"]
+        for_sampling, request = "/sampler_weights/" in path, f"{model}:{self._number(values)}"
+        expires_at, metadata = read_expiry(values, self.now), read_metadata(values)
+        copy = path if self.log.has(request) else self._saved.next_copy(tenant, path, overwrite)
+        given = self._numbered(tenant, SaveWeights(model, copy, for_sampling, sampler), body)
+        if self.is_new:
+            is_named = not sampler
+            state = ClientState(tenant, model, path, for_sampling, copy, self.now, expires_at, metadata, is_named)
+            self._saved.add(state)
+        return given
 
     def _load_weights(self, tenant: str, body: Body) -> dict[str, Any]:
         values = body.values
-        path, with_optimizer = self._state(tenant, values), request_values.flag(values, "optimizer")
+        path, with_optimizer = self._state(tenant, values).copy, request_values.flag(values, "optimizer")
         if values.get("model_id") is not None:
             return self._numbered(tenant, LoadWeights(self._model_of(tenant, body), path, with_optimizer), body)
         session = self._session(tenant, values)
@@ -233,18 +267,18 @@ class Desk:
         model = self._new_model(tenant, session, values)
         return self._given(tenant, CreateModel(model, path, with_optimizer), body, f"{model}:create")
 
-    def _state(self, tenant: str, values: Mapping[str, Any], for_sampling: bool = False) -> str:
-        path = request_values.text(values, "model_path" if for_sampling else "path")
-        saved = self._saved.get(path)
-        if saved is None or saved.tenant != tenant or not saved.is_whole:
-            raise BadRequest("path", f"{shown(path)} is nothing that this key has saved", 404)
+    def _state(self, tenant: str, values: Mapping[str, Any], for_sampling: bool = False) -> ClientState:
+        saved = self._saved.find(
+            tenant, request_values.text(values, "model_path" if for_sampling else "path"), self.now
+        )
         if saved.for_sampling != for_sampling:
             folder = "sampler_weights" if for_sampling else "weights"
-            raise BadRequest("path", f"{shown(path)} cannot be used for this; try: one of {SCHEME}.../{folder}/...")
-        return path
+            rule = f"{shown(saved.path)} cannot be used for this"
+            raise BadRequest("path", f"{rule}; try: one of {SCHEME}.../{folder}/...")
+        return saved
 
     def _weights_info(self, tenant: str, body: Body) -> dict[str, Any]:
-        self._state(tenant, {"path": body.values.get("tinker_path")})
+        self._saved.find(tenant, body.values.get("tinker_path"), self.now)
         served = self.served
         places = {
             "train_mlp": served.trains_mlp,
@@ -260,7 +294,7 @@ class Desk:
         sampler = f"{session}:sample:{request_values.whole(values, 'sampling_session_seq_id', 0, MOST_NUMBER)}"
         weights = ""
         if values.get("model_path") is not None:
-            weights = self._state(tenant, values, for_sampling=True)
+            weights = self._state(tenant, values, for_sampling=True).path
         else:
             self._check_base(values)
         made = SamplingSession(tenant, weights)
@@ -280,67 +314,13 @@ class Desk:
         values = body.values
         name = request_values.text(values, "sampling_session_id")
         self.sampler_info(tenant, name)
-        number = request_values.whole(values, "seq_id", 0, 1 << 62)
+        number, path = request_values.whole(values, "seq_id", 0, 1 << 62), self._samplers[name].weights
         request = f"{name}:{number}"
-        command = self._read_sample(values, self._samplers[name].weights, request)
+        weights = "" if not path else path if self.log.has(request) else self._saved.find(tenant, path, self.now).copy
+        usual_seed = int(digest_of(f"{self._seed},{request}".encode()), 16) >> 1
+        command = read_sample(values, weights, usual_seed, self.served, self._stop_token)
         given = self._given(tenant, command, body, request)
         return given | {"sample_sequence_ids": [f"{request}:{place}" for place in range(command.num_samples)]}
-
-    def _read_sample(self, values: Mapping[str, Any], weights: str, request: str) -> SampleTokens:
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if values.get(name):
-                raise BadRequest(name, f"{shown(values[name])} is not served; try: 0")
-        for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
-            if values.get(name) is not None:
-                raise BadRequest(name, f"{shown(values[name])} is not served; try: null")
-        prompt, params = self._prompt(values.get("prompt")), values.get("sampling_params")
-        if not isinstance(params, dict):
-            raise BadRequest("sampling_params", f"{shown(params)} are no parameters")
-        room = self.served.longest - len(prompt)
-        if room < 1:
-            raise BadRequest(
-                "prompt", f"{len(prompt)} tokens leave no room for another in the {self.served.longest} of a row"
-            )
-        drawn = int(digest_of(f"{self._seed},{request}".encode()), 16) >> 1
-        return SampleTokens(
-            weights,
-            prompt,
-            request_values.whole(values, "num_samples", 1, request_values.MOST_SAMPLES, 1),
-            request_values.whole(params, "max_tokens", 1, room, room),
-            request_values.number(params, "temperature", 0.0, 100.0, 1.0),
-            request_values.number(params, "top_p", 1e-6, 1.0, 1.0),
-            request_values.whole(params, "top_k", -1, self.served.num_tokens, -1),
-            request_values.whole(params, "seed", -(1 << 63), (1 << 63) - 1, drawn),
-            self._stops(params.get("stop")),
-            request_values.flag(values, "prompt_logprobs"),
-        )
-
-    def _prompt(self, prompt: Any) -> tuple[int, ...]:
-        chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
-        if not isinstance(chunks, list):
-            raise BadRequest("prompt.chunks", f"{shown(chunks)} is no list")
-        ids: list[Any] = []
-        for place, chunk in enumerate(chunks):
-            kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
-            if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
-                raise BadRequest(f"prompt.chunks[{place}]", f"{shown(kind)} is not served; try: encoded_text")
-            ids += chunk["tokens"]
-        found = request_values.tokens("prompt", ids, self.served)
-        if not found:
-            raise BadRequest("prompt", "it has no token; try: one")
-        return found
-
-    def _stops(self, stop: Any) -> tuple[int, ...] | None:
-        if stop is None:
-            return None
-        found = list[int]()
-        for place, one in enumerate([stop] if isinstance(stop, str) else stop if isinstance(stop, list) else [stop]):
-            token = self._stop_token(one) if isinstance(one, str) else one
-            if token is None:
-                rule = f"{shown(one)} is not one token of the model, and longer texts are not served"
-                raise BadRequest(f"sampling_params.stop[{place}]", f"{rule}; try: ids of tokens")
-            found += request_values.tokens(f"sampling_params.stop[{place}]", [token], self.served)
-        return tuple(found)
 
     # Commands
 
@@ -356,10 +336,16 @@ class Desk:
         self, tenant: str, command: Command, body: Body, request: str, lane: str = "", number: int = 0
     ) -> dict[str, Any]:
         """Take a command; returns the future that its client asks for."""
-        entry, is_new = self.log.submit(Entry(request, tenant, lane, number, digest_of(body.content), command))
-        self.num_changes += is_new
-        if is_new and isinstance(command, SaveWeights):
-            self._saved[command.path] = SavedPath(tenant, command.model, command.for_sampling)
+        entry, self.is_new = self.log.submit(Entry(request, tenant, lane, number, digest_of(body.content), command))
+        self.num_changes += self.is_new
+        if self.is_new:
+            self._saved.begin(command)
+            model = getattr(command, "model", None)
+            if model is not None:
+                is_loaded = not isinstance(command, UnloadModel)
+                self._models[model] = replace(self._models[model], last_at=self.now, is_loaded=is_loaded)
+            if isinstance(command, UnloadModel):
+                self._saved.remove_unnamed(command.model)
         return {"request_id": entry.request_id}
 
     def finish(self, entry: Entry, reply: CommandReply) -> None:
@@ -367,6 +353,80 @@ class Desk:
         command = entry.command
         self.log.finish(entry, reply)
         if isinstance(command, SaveWeights):
-            self._saved[command.path] = replace(self._saved[command.path], is_whole=True)
+            path = client_path(command.path)
+            self._saved.saved(path, command.path, reply.content["size_bytes"])
             if command.sampler:
-                self._samplers.setdefault(command.sampler, SamplingSession(entry.tenant, command.path))
+                self._samplers.setdefault(command.sampler, SamplingSession(entry.tenant, path))
+        self._saved.end(command)
+
+    # Saved states
+
+    def _drop(self, tenant: str, copy: str) -> None:
+        self._num_drops += 1
+        self.log.submit(Entry(f"drop:{self._num_drops}", tenant, "", 0, "", DropCopy(copy)))
+
+    def _delete_checkpoint(self, tenant: str, body: Body) -> dict[str, Any]:
+        self._saved.remove(self._saved.find(tenant, body.values.get("path"), self.now).path)
+        self.num_changes += 1
+        return {}
+
+    def _set_checkpoint_ttl(self, tenant: str, body: Body) -> dict[str, Any]:
+        saved = self._saved.find(tenant, body.values.get("path"), self.now)
+        self._saved.set_expiry(saved, read_expiry(body.values, self.now))
+        self.num_changes += 1
+        return {}
+
+    @property
+    def has_due(self) -> bool:
+        """Whether a saved state has expired, which `expire` removes."""
+        return bool(self._saved.due(self.now))
+
+    def expire(self) -> None:
+        """Remove what has expired."""
+        for path in self._saved.due(self.now):
+            self._saved.remove(path)
+
+    # Lists, which change nothing
+
+    def checkpoints(self, tenant: str, model: str | None = None) -> list[dict[str, Any]]:
+        """What a tenant has saved; of one training run, whose id is its model's, or of all. Raises BadRequest."""
+        if model is not None:
+            self._run(tenant, model)
+        return [one.checkpoint for one in self._saved.of_tenant(tenant, self.now, model)]
+
+    def training_runs(self, tenant: str) -> list[dict[str, Any]]:
+        """A tenant's training runs, the newest first."""
+        return [self.training_run(tenant, name) for name, one in reversed(self._models.items()) if one.tenant == tenant]
+
+    def training_run(self, tenant: str, model: str) -> dict[str, Any]:
+        """One training run. Raises BadRequest for one that the tenant does not have."""
+        run, rows = self._run(tenant, model), self.checkpoints(tenant, model)
+        last = {row["checkpoint_type"]: row for row in rows}
+        return {
+            "training_run_id": model,
+            "base_model": self.served.base_model,
+            "model_owner": tenant,
+            "is_lora": self.served.rank > 0,
+            "lora_rank": self.served.rank or None,
+            "last_request_time": as_time(run.last_at),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": dict(run.metadata) or None,
+        }
+
+    def _run(self, tenant: str, model: str) -> ClientModel:
+        run = self._models.get(model)
+        if run is None or run.tenant != tenant:
+            raise BadRequest("training_run_id", f"{shown(model)} is no training run of this key", 404)
+        return run
+
+    def sessions(self, tenant: str) -> list[str]:
+        """A tenant's sessions, the newest first."""
+        return [name for name, owner in reversed(self._sessions.items()) if owner == tenant]
+
+    def session(self, tenant: str, name: str) -> dict[str, Any]:
+        """Models and samplers of a session. Raises BadRequest for one that the tenant does not have."""
+        self._session(tenant, {"session_id": name})
+        models = [model for model, one in self._models.items() if one.session == name]
+        samplers = [sampler for sampler in self._samplers if sampler.startswith(f"{name}:")]
+        return {"training_run_ids": models, "sampler_ids": samplers}

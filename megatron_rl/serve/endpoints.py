@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from aiohttp import web
@@ -15,8 +16,10 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.plain_values import describe_error
 from megatron_rl.serve.bad_request import BadRequest, nearest_sentence
 from megatron_rl.serve.command_log import CommandReply
-from megatron_rl.serve.request_values import ServedModel
-from megatron_rl.serve.service import TrainingService
+from megatron_rl.serve.desk import Desk
+from megatron_rl.serve.request_values import ServedModel, whole
+from megatron_rl.serve.saved_states import SCHEME
+from megatron_rl.serve.service import TrainingService, read_body
 from megatron_rl.serve.tenant_keys import key_digest
 
 HOST = "127.0.0.1"
@@ -43,6 +46,37 @@ CLIENT_CONFIG = {
 """Settings of the SDK for this service: no compressed bodies, no losses that run here."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+Read = Callable[[Desk, str, web.Request], dict[str, Any]]
+"""(desk, tenant, request) -> the reply to a request that changes nothing."""
+RUN = "training_runs/{run}"
+CHECKPOINT = RUN + "/checkpoints/{folder}/{name}"
+MOST_ROWS = 1000
+"""Of one page of a list."""
+
+
+def _page(name: str, rows: Sequence[Any], request: web.Request) -> dict[str, Any]:
+    """The part of a list that a request asks for. Raises BadRequest."""
+    asked = {key: int(text) if text.isdecimal() else text for key, text in request.query.items()}
+    first = whole(asked, "offset", 0, 1 << 53, 0)
+    limit = whole(asked, "limit", 0, MOST_ROWS, 100)
+    cursor = {"offset": first, "limit": limit, "total_count": len(rows)}
+    return {name: rows[first : first + limit], "cursor": cursor}
+
+
+READS: dict[str, Read] = {
+    "training_runs": lambda desk, tenant, asked: _page("training_runs", desk.training_runs(tenant), asked),
+    RUN: lambda desk, tenant, asked: desk.training_run(tenant, asked.match_info["run"]),
+    RUN + "/checkpoints": lambda desk, tenant, asked: {
+        "checkpoints": desk.checkpoints(tenant, asked.match_info["run"])
+    },
+    "checkpoints": lambda desk, tenant, asked: _page("checkpoints", desk.checkpoints(tenant)[::-1], asked),
+    "sessions": lambda desk, tenant, asked: _page("sessions", desk.sessions(tenant), asked),
+    "sessions/{session}": lambda desk, tenant, asked: desk.session(tenant, asked.match_info["session"]),
+    "samplers/{sampler}": lambda desk, tenant, asked: desk.sampler_info(tenant, asked.match_info["sampler"]),
+}
+"""Paths that are read."""
 
 
 class Endpoints:
@@ -92,11 +126,14 @@ class Endpoints:
         }
         for name, handler in posts.items():
             app.router.add_post(START + name, handler)
-        app.router.add_post(START + "sessions/{session}/finish", self._constant({}))
         app.router.add_post(START + "{name}", self._post)
+        app.router.add_post(START + "sessions/{session}/finish", self._finish)
+        app.router.add_delete(START + CHECKPOINT, self._delete)
+        app.router.add_put(START + CHECKPOINT + "/ttl", self._set_ttl)
         app.router.add_get(START + "healthz", self._constant({"status": "ok"}))
         app.router.add_get(START + "get_server_capabilities", self._constant(self._capabilities))
-        app.router.add_get(START + "samplers/{sampler}", self._sampler)
+        for path, read in READS.items():
+            app.router.add_get(START + path, self._read(read))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=own_log())
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, self._port)
@@ -152,12 +189,34 @@ class Endpoints:
         if name not in self._service.names:
             raise BadRequest("path", nearest_sentence(name, self._service.names), 404)
         content, is_json = await _body(request), request.content_type != PROTOBUF
+        return await self._posted(request, name, content, is_json)
+
+    async def _posted(self, request: web.Request, name: str, content: bytes, is_json: bool) -> web.StreamResponse:
         post = self._service.post
         reply = await self._loop.run_in_executor(None, post, request["tenant"], name, content, is_json)
         return web.json_response(reply)
 
-    async def _sampler(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._service.sampler_info(request["tenant"], request.match_info["sampler"]))
+    async def _finish(self, request: web.Request) -> web.StreamResponse:
+        await _body(request)
+        return await self._of_path(request, "finish_session", {"session_id": request.match_info["session"]})
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        return await self._of_path(request, "delete_checkpoint", {"path": _checkpoint(request)})
+
+    async def _set_ttl(self, request: web.Request) -> web.StreamResponse:
+        sent = read_body(await _body(request), is_json=True).values.get("ttl_seconds")
+        return await self._of_path(request, "set_checkpoint_ttl", {"path": _checkpoint(request), "ttl_seconds": sent})
+
+    async def _of_path(self, request: web.Request, name: str, values: dict[str, Any]) -> web.StreamResponse:
+        """Take a request whose values are in its path."""
+        return await self._posted(request, name, json.dumps(values).encode(), True)
+
+    def _read(self, read: Read) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            with self._service.reading() as desk:
+                return web.json_response(read(desk, request["tenant"], request))
+
+        return handler
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         """Wait for a reply, for as long as a question may wait."""
@@ -180,6 +239,11 @@ def _response(reply: CommandReply) -> web.Response:
     if isinstance(reply.content, bytes):
         return web.Response(body=reply.content, content_type=PROTOBUF)
     return web.json_response(reply.content)
+
+
+def _checkpoint(request: web.Request) -> str:
+    """The path of the checkpoint that a request names."""
+    return f"{SCHEME}{request.match_info['run']}/{request.match_info['folder']}/{request.match_info['name']}"
 
 
 async def _body(request: web.Request) -> bytes:

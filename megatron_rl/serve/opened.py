@@ -25,7 +25,7 @@ from megatron_rl.serve.desk import Desk
 from megatron_rl.serve.endpoints import Endpoints
 from megatron_rl.serve.request_journal import JOURNAL_FILE
 from megatron_rl.serve.request_values import ServedModel
-from megatron_rl.serve.role_driver import RoleDriver
+from megatron_rl.serve.role_driver import STATES_FOLDER, RoleDriver
 from megatron_rl.serve.service import TrainingService
 
 
@@ -73,7 +73,8 @@ def _serve_once(repairs: Repairs, keys: Mapping[str, str], port: int, local: boo
         pools = RunPools.open(opened, placement, logger, StopPolicy(repairs.stop), local, repairs)
         served = served_by(config, folder)
         actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout)
-        worker = RoleDriver(actor, rollout, num_replicas_of(config, placement), served.losses)
+        states = run_folder.path / STATES_FOLDER
+        worker = RoleDriver(actor, rollout, num_replicas_of(config, placement), served.losses, states.absolute())
         service = TrainingService(Desk(served, stop_token_of(folder.tokenizer), config.trainer.seed), worker)
         if replay is not None:
             say_repeated(logger.say, service, replay)

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.errors import ConfigError
 
 JOURNAL_FILE = "journal"
-REQUEST, REPLY = "request", "reply"
+REQUEST, REPLY, EXPIRY = "request", "reply", "expiry"
 DIGEST_DIGITS = 16
 
 

@@ -1,7 +1,7 @@
 """Runs the commands of a service on the roles of a run: actor and rollout in one pool.
 
-Models take turns in the actor's memory. A model's state leaves for host memory when another one's turn comes, and
-weights that a client has saved for sampling are put in place while they sample, and then those of training again.
+Models take turns in the actor's memory. A model's state leaves for host memory when another one's turn comes. What
+clients have saved are files; weights are put in place while they sample, and then those of training again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.losses.policy import PolicyTokens
@@ -19,14 +20,18 @@ from megatron_rl.rollout.slices import FINISHED_BY_STOP, Drawn, Slice, Start
 from megatron_rl.serve.client_commands import (
     Command,
     CreateModel,
+    DropCopy,
     ForwardBackward,
     LoadWeights,
     OptimStep,
     Row,
     SampleTokens,
     SaveWeights,
+    UnloadModel,
+    client_path,
 )
 from megatron_rl.serve.protobuf import encoded
+from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.tinker_messages import (
     FORWARD_BACKWARD_OUTPUT,
     SAMPLE_RESPONSE,
@@ -41,15 +46,21 @@ if TYPE_CHECKING:
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
 WHOLE = (WEIGHTS, MOMENTS, GRADIENTS)
+STATES_FOLDER = "states"
+"""In a run's folder: a folder of each copy that clients have saved, with a file of each rank."""
 AT_START, IN_TRAINING = "start", "in training"
 """Names of copies that no client has made: the weights as the service starts, and those that sampling has replaced."""
 
 
 class RoleDriver:
-    """Runs one command after the other. num_replicas: the rollout's. losses: by their names."""
+    """Runs one command after the other. num_replicas: the rollout's. losses: by their names. folder: for what clients
+    save."""
 
-    def __init__(self, actor: Actor, rollout: Rollout, num_replicas: int, losses: Mapping[str, SummedLoss]) -> None:
+    def __init__(
+        self, actor: Actor, rollout: Rollout, num_replicas: int, losses: Mapping[str, SummedLoss], folder: Path
+    ) -> None:
         self._actor, self._rollout, self._num_replicas, self._losses = actor, rollout, num_replicas, losses
+        self._folder = folder
         self._model: str | None = None  # whose state is in the actor's memory
         self._as_saved: set[str] = set()  # copies whose weights those in the actor's memory are
         self._num_samplings = 0
@@ -73,9 +84,18 @@ class RoleDriver:
             case LoadWeights():
                 self._hold(command.model)
                 self._take(command.path, command.with_optimizer)
-                return {"type": "load_weights", "path": command.path, "model_id": command.model}
+                return {"type": "load_weights", "path": client_path(command.path), "model_id": command.model}
             case SampleTokens():
                 return self.sample([command])[0]
+            case UnloadModel():
+                if self._model == command.model:
+                    self._model = None
+                self._actor.drop_state(command.model).get()
+                return {"type": "unload_model", "model_id": command.model}
+            case DropCopy():
+                self._as_saved.discard(command.copy)
+                self._actor.remove_state(self._folder_of(command.copy)).get()
+                return {}
 
     # Models
 
@@ -92,25 +112,35 @@ class RoleDriver:
             self._actor.keep_state(self._model, WHOLE).get()
             self._model = None
 
-    def _take(self, path: str, with_optimizer: bool) -> None:
-        self._actor.take_state(path, (WEIGHTS, MOMENTS) if with_optimizer else (WEIGHTS,)).get()
-        self._as_saved = {path}
+    def _folder_of(self, copy: str) -> str:
+        """Where the ranks have the files of a copy."""
+        return str(self._folder / digest_of(copy.encode()))
+
+    def _take(self, copy: str, with_optimizer: bool) -> None:
+        if copy == AT_START:
+            self._actor.take_state(copy, (WEIGHTS,)).get()
+        else:
+            self._actor.read_state(self._folder_of(copy), (WEIGHTS, MOMENTS) if with_optimizer else (WEIGHTS,)).get()
+        self._as_saved = {copy}
 
     def _create(self, command: CreateModel) -> dict[str, Any]:
         self._leave()
         self._take(command.path or AT_START, command.with_optimizer)
         self._model = command.model
-        of_state = {"type": "load_weights", "path": command.path} if command.path else {"type": "create_model"}
+        path = client_path(command.path)
+        of_state = {"type": "load_weights", "path": path} if path else {"type": "create_model"}
         return of_state | {"model_id": command.model}
 
     def _save(self, command: SaveWeights) -> dict[str, Any]:
         self._hold(command.model)
-        self._actor.keep_state(command.path, (WEIGHTS,) if command.for_sampling else (WEIGHTS, MOMENTS)).get()
+        parts = (WEIGHTS,) if command.for_sampling else (WEIGHTS, MOMENTS)
+        size = {"size_bytes": sum(self._actor.write_state(self._folder_of(command.path), parts).get())}
         self._as_saved.add(command.path)
+        path = {"path": client_path(command.path)}
         if not command.for_sampling:
-            return {"type": "save_weights", "path": command.path}
-        kind = {"type": "save_weights_for_sampler"}
-        return kind | ({"sampling_session_id": command.sampler} if command.sampler else {"path": command.path})
+            return {"type": "save_weights"} | path | size
+        kind = {"type": "save_weights_for_sampler"} | size
+        return kind | ({"sampling_session_id": command.sampler} if command.sampler else path)
 
     # Passes
 
@@ -143,13 +173,13 @@ class RoleDriver:
         is_elsewhere = weights not in self._as_saved
         if is_elsewhere:
             self._actor.keep_state(IN_TRAINING, (WEIGHTS,)).get()
-            self._actor.take_weights_alone(weights).get()
+            self._put(weights)
         try:
             of_prompts = self._prompt_log_probs([one for one in commands if one.prompt_log_probs])
             drawn = self._drawn(commands)
         finally:
             if is_elsewhere:
-                self._actor.take_weights_alone(IN_TRAINING).get()
+                self._put(IN_TRAINING)
         replies = []
         first = 0
         for command in commands:
@@ -164,6 +194,13 @@ class RoleDriver:
                 content["prompt_logprobs"] = array("f", [math.nan, *of_prompts.pop(0)]).tobytes()
             replies.append(encoded(content, SAMPLE_RESPONSE))
         return replies
+
+    def _put(self, copy: str) -> None:
+        """Put the weights of a copy in place."""
+        if copy in (AT_START, IN_TRAINING):
+            self._actor.take_weights_alone(copy).get()
+        else:
+            self._actor.read_weights_alone(self._folder_of(copy)).get()
 
     def _drawn(self, commands: Sequence[SampleTokens]) -> dict[int, Drawn]:
         starts: list[Start] = []

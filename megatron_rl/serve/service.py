@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ from megatron_rl.serve.bad_request import BadRequest
 from megatron_rl.serve.client_commands import Command, SampleTokens
 from megatron_rl.serve.command_log import CommandReply, Entry
 from megatron_rl.serve.desk import Body, Desk
-from megatron_rl.serve.request_journal import REPLY, REQUEST, RequestJournal, records
+from megatron_rl.serve.request_journal import EXPIRY, REPLY, REQUEST, RequestJournal, records
 from megatron_rl.serve.request_values import text
 
 
@@ -68,9 +70,11 @@ class TrainingService:
         body = read_body(content, is_json)
         with self._lock:
             before = self._desk.num_changes
+            self._desk.now = time.time()
             reply = self._desk.posts[name](tenant, body)
             if self._desk.num_changes > before and self._journal is not None:
-                self._journal.add({"kind": REQUEST, "tenant": tenant, "name": name, "json": is_json}, content)
+                head = {"kind": REQUEST, "tenant": tenant, "name": name, "json": is_json, "at": self._desk.now}
+                self._journal.add(head, content)
                 self._work.notify()
         return reply
 
@@ -79,10 +83,12 @@ class TrainingService:
         with self._lock:
             return self._desk.log.find(tenant, request_id).reply
 
-    def sampler_info(self, tenant: str, name: str) -> dict[str, Any]:
-        """What a sampling session samples from. Raises BadRequest."""
+    @contextmanager
+    def reading(self) -> Iterator[Desk]:
+        """The desk as it is now, for what changes nothing."""
         with self._lock:
-            return self._desk.sampler_info(tenant, name)
+            self._desk.now = time.time()
+            yield self._desk
 
     # The main thread
 
@@ -92,6 +98,7 @@ class TrainingService:
         try:
             while not is_over():
                 with self._work:
+                    self._expire()
                     entries = self._next()
                     if not entries:
                         self._work.wait(wait_s)
@@ -99,6 +106,13 @@ class TrainingService:
                 self._run(entries)
         finally:
             self._journal.close()
+
+    def _expire(self) -> None:
+        """Remove saved states whose time is over, and write that into the journal."""
+        self._desk.now = time.time()
+        if self._desk.has_due and self._journal is not None:
+            self._journal.add({"kind": EXPIRY, "at": self._desk.now})
+            self._desk.expire()
 
     def _next(self) -> list[Entry]:
         entry = self._desk.log.next()
@@ -138,6 +152,11 @@ class TrainingService:
         """
         found, others, groups = Repeated(), list[str](), dict[int, list[tuple[Entry, Any]]]()
         for head, content in records(path):
+            self._desk.now = head.get("at", self._desk.now)
+            if head["kind"] == EXPIRY:
+                self._repeat_all(groups, samples_again, found, others)
+                self._desk.expire()
+                continue
             if head["kind"] == REQUEST:
                 self._repeat_all(groups, samples_again, found, others)
                 found.num_requests += 1

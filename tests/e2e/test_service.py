@@ -17,10 +17,11 @@ from random import Random
 
 import pytest
 from command_line import REPOSITORY, CommandLine
+from safetensors.numpy import load_file
 from sweeps import often
 
 from megatron_rl.serve.protobuf import decoded, encoded
-from megatron_rl.serve.request_journal import records
+from megatron_rl.serve.request_journal import digest_of, records
 from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT, SAMPLE_RESPONSE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,17 +45,29 @@ class TrainingService:
         self.line.wait_for(lambda: "serving" in self.line.text(), timeout=300)
         self.url = re.search(r"at (http://\S+) for 2 keys", self.line.text())[1]
 
-    def ask(self, name: str, body: dict | bytes, tenant: str = "anna", **headers: str) -> tuple[int, str, bytes]:
-        """(status, content type, body) of a request."""
+    def ask(
+        self, name: str, body: dict | bytes | None, tenant: str = "anna", method: str | None = None, **headers: str
+    ) -> tuple[int, str, bytes]:
+        """(status, content type, body) of a request. body: None for none."""
         kind = PROTOBUF if isinstance(body, bytes) else "application/json"
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         fields = {"X-API-Key": KEYS.get(tenant, tenant), "Content-Type": kind} | headers
-        request = urllib.request.Request(f"{self.url}/api/v1/{name}", content, fields)
+        request = urllib.request.Request(f"{self.url}/api/v1/{name}", content, fields, method=method)
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return reply.status, reply.headers.get_content_type(), reply.read()
         except urllib.error.HTTPError as error:
             return error.code, error.headers.get_content_type(), error.read()
+
+    def read(self, name: str, tenant: str = "anna", method: str = "GET", body: dict | None = None) -> dict | int:
+        """The reply to a request that is no command; the status of a refusal."""
+        status, _, content = self.ask(name, body, tenant, method)
+        return json.loads(content) if status == 200 else status
+
+    def saved(self, path: str) -> list[dict[str, bytes]]:
+        """Tensors that each rank has saved under a path."""
+        files = sorted((self.line.run / "states" / digest_of(path.encode())).glob("*.safetensors"))
+        return [{name: one.tobytes() for name, one in load_file(file).items()} for file in files]
 
     def done(self, name: str, body: dict | bytes, tenant: str = "anna") -> tuple[str, bytes]:
         """The reply to a command, once it has one."""
@@ -123,6 +136,41 @@ def two_steps(service: TrainingService, model: str, tenant: str, first: int = 1)
     return replies
 
 
+def saved_for_two_hours(service: TrainingService, model: str) -> str:
+    """The path of a state, after a look at all lists that have it."""
+    state = {"model_id": model, "seq_id": 7, "path": "old", "ttl_seconds": 3600}
+    path = json.loads(service.done("save_weights", state)[1])["path"]
+    run = f"training_runs/{model}"
+    [row] = [one for one in service.read(f"{run}/checkpoints")["checkpoints"] if one["checkpoint_type"] == "training"]
+    assert row["tinker_path"] == path and row["size_bytes"] + 4 == sum(map(len, service.saved(path)[0].values()))
+    assert service.read(run)["last_checkpoint"] == row and service.read(f"{run}/checkpoints", "bert") == 404
+    assert service.read("training_runs?limit=1&offset=0")["cursor"]["total_count"] == 1
+    assert service.read("checkpoints?limit=x") == service.read("checkpoints?offset=-1") == 400
+    assert [row["checkpoint_id"] for row in service.read("checkpoints?limit=2&offset=1")["checkpoints"]] == [
+        "sampler_weights/sampler-6",
+        "sampler_weights/sampler-3",
+    ]
+    assert (
+        service.read("sessions/session-0")["training_run_ids"] == [model] and service.read("sessions/session-1") == 404
+    )
+    asked = {"ttl_seconds": 7200}
+    assert service.read(f"{run}/checkpoints/weights/old/ttl", "bert", "PUT", asked) == 404
+    assert service.read(f"{run}/checkpoints/weights/old/ttl", method="PUT", body={"ttl_seconds": 7}) == 400
+    assert service.read(f"{run}/checkpoints/weights/old/ttl", method="PUT", body=asked) == {}
+    assert service.read(f"{run}/checkpoints/weights/..%2Fold", method="DELETE") == 404
+    return path
+
+
+def two_hours_ago(journal: Path) -> None:
+    """Have all requests of a journal be two hours older."""
+    whole = b""
+    for head, content in records(journal):
+        whole += (
+            json.dumps(head | ({"at": head["at"] - 7200} if "at" in head else {})).encode() + b"\n" + content + b"\n"
+        )
+    journal.write_bytes(whole)
+
+
 @pytest.fixture(
     params=[("one process, adapters", 4, (*ALONE, "actor_rollout_ref.model.lora.rank=4"))], ids=lambda x: x[0]
 )
@@ -155,17 +203,22 @@ def test_clients_train_and_sample_and_a_killed_service_continues(service: Traini
     old = [service.done("asample", sample(f"session-0:sample:{place}", 9, **again))[1] for place in (1, 4)]
     assert old[0] != old[1]
 
+    run, path = f"training_runs/{anna}", saved_for_two_hours(service, anna)
     service.line.kill_all()
+    two_hours_ago(service.line.run / "journal")
     revived = TrainingService(tmp_path, *ALONE, "actor_rollout_ref.model.lora.rank=4")
     try:
-        assert "20 replies are the same" in revived.line.text()
+        assert "21 replies are the same" in revived.line.text()
+        revived.line.wait_for(lambda: not revived.saved(path), timeout=30)
+        assert len(revived.read(f"{run}/checkpoints")["checkpoints"]) == 2
+        assert revived.read(f"{run}/checkpoints/weights/old", method="DELETE") == 404
         assert two_steps(revived, anna, "anna") == alone  # the same requests again: nothing runs twice
         for place, content in zip((1, 4), old, strict=True):
             assert revived.done("asample", sample(f"session-0:sample:{place}", 9, **again))[1] == content
             new = decoded(revived.done("asample", sample(f"session-0:sample:{place}", 10, **again))[1], SAMPLE_RESPONSE)
             was = decoded(content, SAMPLE_RESPONSE)
             assert [one["tokens"] for one in new["sequences"]] == [one["tokens"] for one in was["sequences"]]
-        assert len(two_steps(revived, anna, "anna", first=7)) == 8
+        assert len(two_steps(revived, anna, "anna", first=8)) == 8
         assert revived.ask("retrieve_future", {"request_id": f"{anna}:1"}, "bert")[0] == 404
         for head in ({"Host": "evil.example"}, {"X-API-Key": "tml-other-0123456789"}, {"Content-Encoding": "zstd"}):
             assert 400 <= revived.ask("create_session", {}, **head)[0] < 500
@@ -175,7 +228,7 @@ def test_clients_train_and_sample_and_a_killed_service_continues(service: Traini
     finally:
         revived.line.kill_all()
     assert KEYS["anna"].encode() not in (revived.line.run / "journal").read_bytes()
-    assert sum(head["kind"] == "reply" for head, _ in records(revived.line.run / "journal")) == 30
+    assert sum(head["kind"] == "reply" for head, _ in records(revived.line.run / "journal")) == 32  # one drops a copy
 
 
 GREEDY = {"temperature": 0.0}
@@ -218,13 +271,14 @@ def test_layouts_reply_alike(tmp_path: Path) -> None:
 
 
 def numbered(model: str, row: tuple[int, ...]) -> list[tuple[str, dict | bytes]]:
-    """Two steps of two passes each, and what the model gives then."""
+    """Two steps of two passes each, what the model gives then, and its state."""
     found: list[tuple[str, dict | bytes]] = []
     for first in (1, 4):
         adam = {"model_id": model, "seq_id": first + 2, "adam_params": {"learning_rate": 0.01}}
         found += [("forward_backward", a_pass(model, first + place, row=row[place:])) for place in (0, 1)]
         found.append(("optim_step", adam))
-    return [*found, ("forward_backward", a_pass(model, 7, row=row, forward_only=1))]
+    found.append(("forward_backward", a_pass(model, 7, row=row, forward_only=1)))
+    return [*found, ("save_weights", {"model_id": model, "seq_id": 8, "path": "end"})]
 
 
 def replies_of(service: TrainingService, requests: list[tuple[str, dict | bytes]], draw: Random | None) -> list[bytes]:
@@ -241,20 +295,22 @@ def replies_of(service: TrainingService, requests: list[tuple[str, dict | bytes]
 
 @pytest.mark.parametrize("layout", often(CUTS, (), [*CUTS][1:]))
 def test_two_models_at_once_are_as_each_alone(layout: str, tmp_path: Path) -> None:
-    """Each request comes three times and all in any order: every reply is bit for bit as alone and in order. What a
-    saved version samples stays over ten further steps.
+    """Each request comes three times and all in any order: replies, weights and moments are bit for bit as alone and in
+    order. What a saved version samples stays over ten further steps.
 
-    Would not catch a weight that changes no log-prob of three rows and no gradient norm.
+    Would not catch what both ways get wrong.
     """
     rank = 4 if layout == "one" else 0
     service = TrainingService(tmp_path, *CUTS[layout])
     try:
         rows = (ROW, (9, 10, 14, 7, 4, 15, 5, 9, 1))
         alone = [replies_of(service, numbered(create(service, "anna", rank), row), None) for row in rows]
-        assert alone[0] != alone[1]
+        states = [[service.saved(json.loads(replies.pop())["path"]) for replies in alone]]
+        assert alone[0] != alone[1] and len(states[0][0]) >= 1
         both = [request for row in rows for request in numbered(create(service, "anna", rank), row)]
         mixed = replies_of(service, both, Random(layout))
-        assert [mixed[:7], mixed[7:]] == alone
+        states.append([service.saved(json.loads(mixed.pop(place))["path"]) for place in (15, 7)][::-1])
+        assert [mixed[:7], mixed[7:]] == alone and states[0] == states[1] and states[0][0] != states[0][1]
 
         model, adam = create(service, "anna", rank), {"adam_params": {"learning_rate": 0.01}}
         saved = {"model_id": model, "seq_id": 1, "path": "old"}

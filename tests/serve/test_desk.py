@@ -16,18 +16,21 @@ from megatron_rl.losses.summed import summed_losses
 from megatron_rl.serve.bad_request import BadRequest
 from megatron_rl.serve.client_commands import (
     CreateModel,
+    DropCopy,
     ForwardBackward,
     LoadWeights,
     OptimStep,
     Row,
     SampleTokens,
     SaveWeights,
+    UnloadModel,
 )
 from megatron_rl.serve.command_log import MOST_AHEAD, CommandReply
 from megatron_rl.serve.desk import Desk
 from megatron_rl.serve.protobuf import decoded, encoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.request_values import ServedModel
+from megatron_rl.serve.saved_states import MOST_UNNAMED
 from megatron_rl.serve.service import read_body
 from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT, forward_backward_output
 
@@ -62,7 +65,7 @@ def run_all(desk: Desk) -> list:
     done = []
     while (entry := desk.log.next()) is not None:
         done.append(entry.command)
-        desk.finish(entry, CommandReply({}))
+        desk.finish(entry, CommandReply({"size_bytes": 8}))
     return done
 
 
@@ -290,7 +293,120 @@ def test_a_saved_name_is_not_saved_again() -> None:
     opened("save_weights", desk=desk)
     assert "try: overwrite=true, or one-2" in str(refusal_of(desk, "save_weights", seq_id=5))
     post(desk, "save_weights", seq_id=5, overwrite=True)
-    assert len(run_all(desk)) == 1
+    assert [type(one) for one in run_all(desk)] == [SaveWeights, DropCopy]
+
+
+def paths_of(desk: Desk, tenant: str = "anna") -> list[str]:
+    return [row["tinker_path"].rpartition("/")[2] for row in desk.checkpoints(tenant)]
+
+
+TRAINED = ("create_session", "create_model", "forward_backward", "optim_step", "save_weights_for_sampler")
+ONE = f"tinker://{MODEL}/weights/one"
+
+
+def test_saved_states_end_with_their_time() -> None:
+    """To the second: until then listed and loaded, then 404 and dropped, once. Another time can be set, or none.
+
+    Would not catch a clock that is wrong.
+    """
+    desk = a_desk()
+    desk.now = 1000.0
+    opened(*TRAINED, desk=desk)
+    post(desk, "save_weights", ttl_seconds=3600, user_metadata={"step": "4"})
+    run_all(desk)
+    [_, row] = desk.checkpoints("anna")
+    assert row["expires_at"] == "1970-01-01T01:16:40+00:00" and row["user_metadata"] == {"step": "4"}
+    assert row["checkpoint_id"] == "weights/one" and row["checkpoint_type"] == "training" and row["size_bytes"] == 8
+    asked = {"path": ONE, "ttl_seconds": 7200}
+    for now, seconds, there in (
+        (4599.9, 7200, True),
+        (11799.8, 3600, True),
+        (15399.7, 3600, True),
+        (19000.0, 1, False),
+    ):
+        desk.now = now
+        assert (paths_of(desk) == ["sampler-3", "one"]) == there and desk.has_due == (not there)
+        if there:
+            assert post(desk, "set_checkpoint_ttl", content=json.dumps(asked | {"ttl_seconds": seconds}).encode()) == {}
+    assert refusal_of(desk, "load_weights", seq_id=5).status == 404
+    desk.expire()
+    assert run_all(desk) == [DropCopy(ONE)] and not desk.has_due
+    for seconds in (3599, 400_000_000, "1", True):
+        assert refusal_of(desk, "save_weights", seq_id=5, ttl_seconds=seconds).field == "ttl_seconds"
+    post(desk, "save_weights", seq_id=5)  # its name is free again, and never that of the old copy
+    assert run_all(desk) == [SaveWeights(MODEL, f"{ONE}~1", for_sampling=False)]
+
+
+def test_a_copy_goes_after_its_last_reader() -> None:
+    """Deleted while a command waits to load it: that one still does. Saved again: the old one goes, too.
+
+    Would not catch a file that a rank leaves behind.
+    """
+    desk = opened(*TRAINED, "save_weights")
+    post(desk, "load_weights", seq_id=5)
+    post(desk, "delete_checkpoint", content=json.dumps({"path": ONE}).encode())
+    assert paths_of(desk) == ["sampler-3"] and refusal_of_waiting(desk, "load_weights", seq_id=6) == 404
+    assert run_all(desk) == [LoadWeights(MODEL, ONE, with_optimizer=True), DropCopy(ONE)]
+    for number, copy in ((6, f"{ONE}~1"), (7, f"{ONE}~2")):
+        post(desk, "save_weights", seq_id=number, overwrite=True)
+        assert run_all(desk)[0] == SaveWeights(MODEL, copy, for_sampling=False)
+    assert run_all(desk) == [] and paths_of(desk) == ["sampler-3", "one"]
+
+
+def refusal_of_waiting(desk: Desk, name: str, **changes: object) -> int:
+    with pytest.raises(BadRequest) as caught:
+        post(desk, name, **changes)
+    return caught.value.status
+
+
+def test_only_the_newest_weights_without_a_name_stay() -> None:
+    """64 of a model; a session that has ended leaves named ones alone, and takes no further command.
+
+    Would not catch what a rank still holds of it.
+    """
+    desk = opened("create_session", "create_model")
+    for number in range(1, MOST_UNNAMED + 2):
+        post(desk, "save_weights_for_sampler", seq_id=number, sampling_session_seq_id=number)
+    post(desk, "save_weights", seq_id=number + 1)
+    assert [one.copy.rpartition("/")[2] for one in run_all(desk) if isinstance(one, DropCopy)] == ["sampler-1"]
+    asked = {"sampling_session_id": "session-0:sample:1"}
+    assert "nothing that this key has saved" in str(refusal_of(desk, "asample", **asked))
+    post(desk, "asample", sampling_session_id="session-0:sample:2")
+    assert (
+        refusal_of_waiting(desk, "unload_model", content=json.dumps({"model_id": "session-1:train:0"}).encode()) == 404
+    )
+    post(desk, "finish_session", content=json.dumps({"session_id": "session-0"}).encode())
+    done = run_all(desk)
+    assert UnloadModel(MODEL) in done and sum(isinstance(one, DropCopy) for one in done) == MOST_UNNAMED
+    assert paths_of(desk) == ["one"] and "is unloaded" in str(refusal_of(desk, "optim_step", seq_id=number + 2))
+    loaded = post(desk, "load_weights", model_id=None, session_id="session-0", model_seq_id=1)
+    assert loaded == {"request_id": "session-0:train:1:create"}
+    assert run_all(desk) == [CreateModel("session-0:train:1", ONE, with_optimizer=True)]
+
+
+def test_lists_are_a_tenants_own() -> None:
+    """Runs, checkpoints and sessions of one key do not exist for another, nor can it delete them or set their time."""
+    desk = opened(*TRAINED, "save_weights")
+    post(desk, "create_session", "bert")
+    [run] = desk.training_runs("anna")
+    assert run["training_run_id"] == MODEL and run["last_checkpoint"]["tinker_path"] == ONE
+    assert run["last_sampler_checkpoint"]["checkpoint_type"] == "sampler" and run["lora_rank"] is None
+    found = {"training_run_ids": [MODEL], "sampler_ids": ["session-0:sample:0"]}
+    assert desk.session("anna", "session-0") == found and desk.sessions("bert") == ["session-1"]
+    assert desk.training_runs("bert") == desk.checkpoints("bert") == []
+    for asked in (
+        lambda: desk.training_run("bert", MODEL),
+        lambda: desk.checkpoints("bert", MODEL),
+        lambda: desk.session("bert", "session-0"),
+        lambda: post(desk, "delete_checkpoint", "bert", content=json.dumps({"path": ONE}).encode()),
+        lambda: post(desk, "set_checkpoint_ttl", "bert", content=json.dumps({"path": ONE}).encode()),
+        lambda: post(desk, "unload_model", "bert", content=json.dumps({"model_id": MODEL}).encode()),
+        lambda: post(desk, "finish_session", "bert", content=json.dumps({"session_id": "session-0"}).encode()),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            asked()
+        assert caught.value.status == 404
+    assert paths_of(desk) == ["sampler-3", "one"]
 
 
 @given(st.binary(max_size=200))
