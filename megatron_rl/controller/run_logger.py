@@ -155,10 +155,12 @@ class RunLogger(Announcer):
         """Statistics of one step's samples, cost of its resharding, and seconds by phase.
 
         A prompt are the tokens before the first sampled one, a response the sampled tokens. Episodes that failed do not
-        count, unless all did.
+        count; where all did, there are no statistics of samples.
         """
-        if "failed" in experience and not experience["failed"].all():
+        if "failed" in experience:
             ended = (~experience["failed"]).nonzero()[:, 0]
+            if not len(ended):
+                return transition_metrics(self.transitions) | self.time_metrics(0)
             experience, scored = experience[ended], scored[ended]
         lengths = (first_true(experience["sampled"]), experience.num_sampled)
         values = experience.flat("old_values") if "old_values" in experience else None

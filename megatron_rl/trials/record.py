@@ -86,7 +86,8 @@ def _is_whole(record: Record) -> bool:
     """Whether a record that was read has what reports are made of, in the types that they take."""
     texts = (record.name, record.key, record.reason, *record.tail)
     sizes = (*record.received_bytes, *record.bound_bytes)
-    has_steps = bool(record.steps) and all(map(_can_be_reported, record.steps.values()))
+    steps = record.steps.values()
+    has_steps = all(map(_can_be_reported, steps)) and any(REWARD in metrics for metrics in steps)
     return (
         all(isinstance(text, str) for text in texts)
         and isinstance(record.tail, list)
@@ -98,7 +99,7 @@ def _is_whole(record: Record) -> bool:
 
 
 def _can_be_reported(metrics: Mapping[str, float]) -> bool:
-    return all(math.isfinite(value) for value in metrics.values()) and metrics[STEP_S] > 0 and REWARD in metrics
+    return all(math.isfinite(value) for value in metrics.values()) and metrics[STEP_S] > 0
 
 
 def write_record(folder: Path, record: Record) -> None:

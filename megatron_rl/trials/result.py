@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.points import PlannedPoint
-from megatron_rl.trials.record import Record, is_current
+from megatron_rl.trials.record import REWARD, Record, is_current
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 PHASES = {
@@ -31,8 +31,8 @@ class Result:
     """The numbers of one finished run: seconds, bytes, and tokens per second of all ranks together.
 
     step_s: median, smallest, largest. phases_s: column -> seconds. memory_bytes, planned_memory_bytes: of the rank and
-    phase with most, as measured and as planned for the same tensors. scores: mean reward of every step, with those that
-    do not count.
+    phase with most, as measured and as planned for the same tensors. scores: mean rewards of all
+    steps that have one, with those that do not count.
     """
 
     num_steps: int
@@ -103,7 +103,7 @@ def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
         exchange_s=median("reshard/exchange_s"),
         memory_bytes=_largest(record, "perf/memory_gb/") * 1e9,
         planned_memory_bytes=_largest(record, "perf/memory_planned_gb/") * 1e9,
-        scores=tuple(metrics["critic/score/mean"] for _, metrics in sorted(record.steps.items())),
+        scores=tuple(metrics[REWARD] for _, metrics in sorted(record.steps.items()) if REWARD in metrics),
     )
 
 

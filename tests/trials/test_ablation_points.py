@@ -16,6 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.points import Point, name_of, points_of, short_names
 from megatron_rl.trials.record import Record, must_run, read_record, write_record
+from megatron_rl.trials.result import result_of
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
@@ -165,6 +166,9 @@ def test_records_survive_the_file(tmp_path):
     whole = {"name": "a", "key": "key", "outcome": "finished", "steps": {"1": STEP}}
     (tmp_path / "record.json").write_text(json.dumps(whole | {"steps": {"1": {**STEP, "perf/throughput": None}}}))
     assert read_record(tmp_path) == Record("a", "key", TrialOutcome.FINISHED, steps={1: STEP})
+    no_episode_was_played = {"timing_s/step": 1.0}
+    (tmp_path / "record.json").write_text(json.dumps(whole | {"steps": {"1": STEP, "2": no_episode_was_played}}))
+    assert result_of(read_record(tmp_path), num_ranks=1, warmup_steps=0).scores == (0.5,)
     for wrong in (
         {"steps": {}},
         {"steps": {"1": {"timing_s/step": 1.0}}},
