@@ -93,3 +93,9 @@ def with_values(word: str, named: dict[str, str]) -> str:
 def all_commands() -> list[Typed]:
     """The commands of all pages. A command that two pages have is there twice."""
     return [typed for page in PAGES for typed in commands_of(page.read_text(), page.relative_to(REPOSITORY).as_posix())]
+
+
+def rows_of_agents() -> list[list[str]]:
+    """Cells of the table with which the page on agents begins: what a reader has, what to do, and keys."""
+    lines = (REPOSITORY / "docs/train/agents.md").read_text().partition("| I have |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()[2:]]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
-from command_line import REPOSITORY
-from short_runs import WITHOUT_RAY, metrics
+from byte_models import speaker
+from command_line import REPOSITORY, CommandLine
+from make_agent_assets import rows as guess_rows
+from make_demo_assets import write_parquet
+from served import served
+from short_runs import WITHOUT_RAY, metrics, reached
 from test_agent_runs import BOUND, GRPO, LONG, SHORT, TURNS, agent, differences, environment
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events
 
@@ -17,40 +27,61 @@ pytestmark = [pytest.mark.dist, pytest.mark.weekly, pytest.mark.exhaustive, pyte
 OF_PACKAGES = REPOSITORY / "tests/agents/ecosystems"
 FEW = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2")
 TEN = (*SMALL, *FEW, "--local", "--collapse", "trainer.total_training_steps=10", "trainer.test_freq=5040")
-CONTEXT = 2048
-"""Tokens, each a byte."""
-ROOM = ("data.max_prompt_length=1400", "data.max_response_length=256", "trainer.val_before_train=false")
+ROOM = (
+    "actor_rollout_ref.rollout.temperature=1.0",
+    "data.max_prompt_length=1400",
+    "data.max_response_length=600",
+    "trainer.val_before_train=false",
+)
 ENGINE = ("actor_rollout_ref.rollout.max_num_batched_tokens=8192", "actor_rollout_ref.rollout.max_num_seqs=16")
 
 
-def untrained_model(folder: Path, num_layers: int = 2, hidden_size: int = 64) -> Path:
-    """A model whose tokens are bytes: it can read what packages write."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+@dataclass(frozen=True)
+class Played:
+    """An adapter and what it plays. source: of its rows; says: what the policy has been taught to say; turns: of it
+    in the longest episode, at least.
+    """
 
-    names = ["<pad>", "<eos>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    template = (
-        "{% for message in messages %}{{ message['content'] }}"
-        "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
-    )
-    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **tokens).save_pretrained(folder)
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers}
-    number = hidden_size // 32
-    heads = {"num_attention_heads": number, "num_key_value_heads": number, "max_position_embeddings": CONTEXT}
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=264, **sizes, **heads, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1)
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
-    return folder
+    packages: str
+    adapter: str
+    source: str
+    kwargs: dict
+    says: tuple[str, ...]
+    turns: int
+
+    def way(self) -> tuple[str, ...]:
+        """Keys of a run that plays it."""
+        kwargs = f"kwargs={json.dumps(self.kwargs)}"
+        if self.adapter == "verifiers":
+            return *agent("path=adapter:verifiers", kwargs, "name=run"), f"{TURNS}.format=pythonic"
+        own = (f"path=adapter:{self.adapter}", "name=Environment", kwargs)
+        return *environment("Environment"), *(f"{TURNS}.environment.{key}" for key in own)
 
 
 @pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return untrained_model(tmp_path_factory.mktemp("text") / "model")
+def speaks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], str]:
+    """The key of a model that says these texts; each is taught once."""
+
+    @functools.cache
+    def key(says: tuple[str, ...]) -> str:
+        return f"actor_rollout_ref.model.path={speaker(tmp_path_factory.mktemp('speakers') / 'one', says)}"
+
+    return key
+
+
+def in_brackets(first: int, end: int) -> tuple[str, ...]:
+    return tuple(f"[{number}]" for number in range(first, end))
+
+
+BLACKJACK = {"id": "Blackjack-v1", "actions": ["stick", "hit"]}
+NUMBER = {"id": "GuessTheNumber-v0-raw"}
+
+
+def questions(file: Path) -> str:
+    """Guessing games, as rows of a file of the user's own."""
+    rows = ({"prompt": "0-15?", "answer": str(number % 16)} for number in range(64))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 def made_rows(python: str, source: str, file: Path, *settings: str, seed: int = 0, size: int = 160) -> Path:
@@ -83,23 +114,83 @@ def test_real_clients_drive_a_run(command_line, interpreter) -> None:
     assert 0 < max(differences(run)) < 3 * BOUND and run.left_over() == []
 
 
+RIGHT_SUMS = "val-core/reasoning_gym:chain_sum/reward/mean@1"
+HELD_OUT = "val-core/demo/guess/reward/mean@1"
+NUMBERS = tuple(str(number) for number in range(16))
+PLAYED = {
+    "reasoning-gym": Played("reasoning-gym", "reasoning_gym", "reasoning_gym:gcd", {"tag": "answer"}, ("1", "2"), 1),
+    "gymnasium": Played("gymnasium", "gymnasium", f"gymnasium:{BLACKJACK['id']}", BLACKJACK, ("stick", "hit", "x"), 4),
+    "textarena": Played("textarena", "textarena", f"textarena:{NUMBER['id']}", NUMBER, in_brackets(1, 21), 4),
+    "tinker-cookbook": Played(
+        "tinker-cookbook torch==2.13.0", "tinker_cookbook", "", {"file": f"{OF_PACKAGES}/tinker_guess.py"}, NUMBERS, 4
+    ),
+}
+
+
+@pytest.mark.parametrize("played", PLAYED.values(), ids=PLAYED)
 def test_ten_steps_are_repeated_without_the_package(
-    command_line, interpreter, text_model, tmp_path, monkeypatch
+    command_line, interpreter, speaks, tmp_path, monkeypatch, played: Played
 ) -> None:
-    """No episode fails, and a replay has the same bits with an interpreter that does not exist. Would not catch a
-    policy that cannot learn: what is repeated is drawn by an untrained one.
+    """No episode fails, some have all their turns and not all the same reward, and a replay has the same bits with an
+    interpreter that does not exist. Would not catch rewards that are wrong; test_real_packages.py has them by hand.
     """
     monkeypatch.setenv("PYTHONPATH", str(OF_PACKAGES))
-    python, path = interpreter("reasoning-gym"), "path=adapter:reasoning_gym"
-    keys = (*TEN, *ROOM, *ENGINE, f"actor_rollout_ref.model.path={text_model}")
-    rows = made_rows(python, "reasoning_gym:gcd", tmp_path / "rows.parquet")
-    own = (f"{TURNS}.environment.{path}", f"{TURNS}.environment.kwargs={{tag: answer}}")
-    way = (*environment("Environment"), *own, *ROOM, *files(rows))
-    run = command_line(*keys, *way, f"{TURNS}.python={python}", config=ASYNC)
-    assert run.wait() == 0, run.text()
+    python = interpreter(played.packages)
+    rows = made_rows(python, played.source or questions(tmp_path / "questions.jsonl"), tmp_path / "rows.parquet")
+    keys = (*TEN, *ENGINE, speaks(played.says), *played.way(), *ROOM, *files(rows))
+    run = command_line(*keys, f"{TURNS}.python={python}", config=ASYNC)
+    assert run.wait(900) == 0, run.text()
     steps = [line for line in metrics(run).values() if "num_turns/mean" in line]
     assert len(steps) == 10 and all(line["episode/failed_ratio"] == 0 for line in steps)
-    again = command_line(*keys, *way, f"{TURNS}.python=/nowhere/python", f"--replay={run.run}", config=ASYNC)
-    assert again.wait() == 0, again.text()
+    assert max(line["num_turns/max"] for line in steps) >= played.turns
+    assert min(line["critic/score/min"] for line in steps) < max(line["critic/score/max"] for line in steps)
+    again = command_line(*keys, f"{TURNS}.python=/nowhere/python", f"--replay={run.run}", config=ASYNC)
+    assert again.wait(900) == 0, again.text()
     assert_same_bits(again, run)
     assert events(again, "turn") == events(run, "turn")
+
+
+@contextmanager
+def standing(run: CommandLine, step: int) -> Iterator[None]:
+    """The run stands still while the block runs, from a step on."""
+    run.wait_for(reached(run, step), interval=0.01)
+    process = psutil.Process(run.process.pid)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+@pytest.mark.parametrize("names", [("first", "second"), ("first",)], ids=["one of two", "the only one"])
+def test_episodes_of_a_server_that_is_killed_have_failed(command_line, interpreter, speaks, tmp_path, names) -> None:
+    """Killed when step 5 ends, and another is in its place when step 7 does: only its episodes have failed, only
+    between them, and scores are of those that were played. Would not catch a server that hangs, which has its time-out.
+    """
+    python, file = interpreter("openenv-core"), tmp_path / "rows.parquet"
+    tasks = guess_rows("guess", "train", 64, 0)
+    for number, row in enumerate(tasks):
+        row["extra_info"]["server"] = names[number % len(names)]
+    write_parquet(tasks, file)
+    with ExitStack() as servers:
+        served_by = {name: servers.enter_context(served(python)) for name in names}
+        urls = {name: url for name, (url, _) in served_by.items()}
+        way = Played("", "openenv", "", {"urls": urls, "observation": "text"}, (), 0).way()
+        keys = (f"{TURNS}.max_failed_ratio=1", f"{TURNS}.python={python}", speaks(NUMBERS))
+        run = command_line(*TEN, *ENGINE, *way, *ROOM, *files(file), *keys, config=ASYNC)
+        url, server = served_by["first"]
+        with standing(run, 5):
+            server.kill()
+            server.wait()
+        with standing(run, 7):
+            servers.enter_context(served(python, url))
+        assert run.wait() == 0, run.text()
+    steps = {step: line for step, line in metrics(run).items() if "episode/failed_ratio" in line}
+    failed = {step: line["episode/failed_ratio"] for step, line in steps.items()}
+    assert sorted(failed) == [*range(1, 11)] and not any(failed[step] for step in (1, 2, 3, 4, 5, 10)), failed
+    assert failed[7] == 1 if len(names) == 1 else 0 < failed[7] < 1, failed
+    for line in steps.values():
+        assert line["episode/raised"] == pytest.approx(16 * line["episode/failed_ratio"])
+        assert line.get("critic/score/mean") == pytest.approx(line.get("environment/reward/mean"), abs=1e-6)
+        assert ("critic/score/mean" in line) == (line["episode/failed_ratio"] < 1)
+    assert "cannot be reached" in run.text() or "the server has gone" in run.text()

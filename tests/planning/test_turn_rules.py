@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typed_commands import rows_of_agents
 
 from megatron_rl.cli.tasks import startable
 from megatron_rl.config.adapter_files import adapter_names, file_of
@@ -66,13 +67,7 @@ def test_a_replay_needs_no_interpreter():
         startable(Path("configs/grpo_cpu.yaml"), given, PPO, False)
 
 
-def rows_of_the_page() -> list[list[str]]:
-    """Cells of the table with which the page on agents begins."""
-    lines = Path("docs/train/agents.md").read_text().partition("| I have |")[2].partition("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", rows_of_agents(), ids=lambda row: row[0])
 def test_each_row_of_the_page_is_a_run_that_may_start(row: list[str]):
     """Its keys pass all checks, with this interpreter in place of one that the reader makes; what an adapter is given
     are arguments in its file. Would not catch an adapter that does not play; tests/agents/ecosystems has these.
@@ -89,6 +84,6 @@ def test_each_row_of_the_page_is_a_run_that_may_start(row: list[str]):
 
 def test_the_page_names_each_adapter():
     """Would not catch a wrong description."""
-    assert {name for name in adapter_names() if any(f"adapter:{name}`" in keys for *_, keys in rows_of_the_page())} == {
+    assert {name for name in adapter_names() if any(f"adapter:{name}`" in keys for *_, keys in rows_of_agents())} == {
         *adapter_names()
     }

@@ -14,11 +14,13 @@ URL = "http://127.0.0.1:{}"
 
 
 @contextmanager
-def served(python: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The server's URL and process; python: the interpreter that has its package."""
+def served(python: str, url: str | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The server's URL and process. python: the interpreter that has its package. url: of a server that has gone, in
+    whose place it is.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port = free.getsockname()[1] if url is None else int(url.rpartition(":")[2])
     server = subprocess.Popen([python, str(SERVER), str(port)])
     try:
         for _ in range(600):
