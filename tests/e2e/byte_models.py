@@ -54,7 +54,7 @@ def taught_model(folder: Path, lessons: Sequence[list[dict[str, str]]], *keys: s
     model = f"actor_rollout_ref.model.path={untrained_model(folder / 'untrained', **sizes)}"
     stage = CommandLine(folder, "--local", *files, model, *keys, config=TAUGHT, stage="sft")
     try:
-        assert stage.wait() == 0, stage.text()
+        assert stage.wait(1500) == 0, stage.text()
     finally:
         stage.kill_all()
     return stage.run / "hf_model"

@@ -75,6 +75,8 @@ def in_brackets(first: int, end: int) -> tuple[str, ...]:
 
 BLACKJACK = {"id": "Blackjack-v1", "actions": ["stick", "hit"]}
 NUMBER = {"id": "GuessTheNumber-v0-raw"}
+GUESSES, ADDED = ({"env": {"taskset": {"id": f"{name}-v1"}}} for name in ("guesses", "added"))
+CALL = '[adder_add(terms="7+3")]'
 
 
 def questions(file: Path) -> str:
@@ -124,6 +126,8 @@ PLAYED = {
     "tinker-cookbook": Played(
         "tinker-cookbook torch==2.13.0", "tinker_cookbook", "", {"file": f"{OF_PACKAGES}/tinker_guess.py"}, NUMBERS, 4
     ),
+    "verifiers, turns": Played("verifiers==0.4.0", "verifiers", "verifiers:guesses-v1", GUESSES, NUMBERS, 4),
+    "verifiers, tools": Played("verifiers==0.4.0", "verifiers", "verifiers:added-v1", ADDED, (CALL, "10", "11"), 2),
 }
 
 
