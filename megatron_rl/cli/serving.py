@@ -24,6 +24,9 @@ def serve_command(
     replay: Annotated[
         Path | None, typer.Option("--replay", help="A service's journal, to repeat bit for bit instead of serving.")
     ] = None,
+    journal_mb: Annotated[
+        float, typer.Option("--journal-mb", min=0, help="Replace a larger journal by a snapshot; 0: never.")
+    ] = 1024,
 ) -> None:
     """Serve the Tinker API on this machine: clients train and sample with loops of their own."""
     run_config = made_ready(startable(config, overrides, PPO, collapse), local)
@@ -33,4 +36,4 @@ def serve_command(
         from megatron_rl.serve.tenant_keys import read_keys
 
         known = {} if keys is None and replay is not None else read_keys(Path("keys") if keys is None else keys)
-    serve(run_config, known, port, local, replay)
+    serve(run_config, known, port, local, replay, journal_mb * 2**20)

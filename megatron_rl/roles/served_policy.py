@@ -5,6 +5,7 @@ All ranks of the pool must call every remote method, those with rows each with t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -93,6 +94,27 @@ class ServedPolicy(SampledPolicy):
         with suppress(OSError):  # until the last rank of a node has removed its file
             Path(folder).rmdir()
 
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def write_copy(self, name: str, folder: str) -> int:
+        """Write a copy to a file of each rank; returns the bytes on each rank."""
+        return self._kept_states.write_copy(name, self._file(folder))
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def read_copy(self, name: str, folder: str) -> None:
+        """Have the files of a folder as a copy in host memory."""
+        self._kept_states.read_copy(name, self._file(folder))
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="update")
+    def remove_other_states(self, root: str, folders: Sequence[str]) -> None:
+        """Remove this rank's file from every folder below `root` but these."""
+        kept = {self._file(folder) for folder in folders}
+        for folder, _, names in os.walk(root, topdown=False):  # which passes over folders that others remove
+            for name in names:
+                if name.partition(".")[0] == str(self.rank.groups.rank) and Path(folder, name) not in kept:
+                    Path(folder, name).unlink()
+            with suppress(OSError):  # those with files of other ranks stay
+                Path(folder).rmdir()
+
     def _file(self, folder: str) -> Path:
         return Path(folder) / f"{self.rank.groups.rank}.safetensors"
 
@@ -114,5 +136,6 @@ class ServedPolicy(SampledPolicy):
         from megatron_rl.roles.training_states import TrainingStates
 
         if self._states is None:
+            self._summed = self._gradients_of_clients  # which clears the buffers that a copy may fill
             self._states = TrainingStates(self.trainable)
         return self._states

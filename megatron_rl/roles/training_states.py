@@ -42,6 +42,18 @@ class KeptState:
         return sum(one.nbytes for tensors in self.tensors.values() for one in tensors)
 
 
+def _write(file: Path, kept: KeptState) -> int:
+    tensors = {f"{part}.{place}": one for part, own in kept.tensors.items() for place, one in enumerate(own)}
+    tensors[SUM_OF_LOSSES] = kept.sums[0].detach().to("cpu", copy=True).reshape(1)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(UNFINISHED)
+    save_file(tensors, unfinished, {ADAM_STEP: str(kept.adam_step), NUM_TOKENS: str(kept.sums[1])})
+    with unfinished.open("rb") as written:
+        os.fsync(written.fileno())
+    unfinished.replace(file)
+    return kept.num_bytes
+
+
 def _count(names: Sequence[str], part: str) -> int:
     """How many tensors of a part a file has. Raises KeyError for none."""
     if not (number := sum(name.startswith(f"{part}.") for name in names)):
@@ -64,16 +76,15 @@ class TrainingStates:
 
     def write(self, file: Path, parts: Sequence[str] = STATE) -> int:
         """Write parts of the present state to a file, whole or not at all; returns its bytes."""
-        kept = self._copied(parts)
-        tensors = {f"{part}.{place}": one for part, own in kept.tensors.items() for place, one in enumerate(own)}
-        tensors[SUM_OF_LOSSES] = kept.sums[0].detach().to("cpu", copy=True).reshape(1)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(UNFINISHED)
-        save_file(tensors, unfinished, {ADAM_STEP: str(kept.adam_step), NUM_TOKENS: str(kept.sums[1])})
-        with unfinished.open("rb") as written:
-            os.fsync(written.fileno())
-        unfinished.replace(file)
-        return kept.num_bytes
+        return _write(file, self._copied(parts))
+
+    def write_copy(self, name: str, file: Path) -> int:
+        """Write a copy of this name to a file, as `write` does."""
+        return _write(file, self._kept[name])
+
+    def read_copy(self, name: str, file: Path) -> None:
+        """Have a file's content as the copy of this name."""
+        self._kept[name] = self._of_file(file, STATE)
 
     def _copied(self, parts: Sequence[str]) -> KeptState:
         trainable = self._trainable

@@ -7,8 +7,9 @@ their commands became ready, and tenants one after the other. No processes, no c
 
 from __future__ import annotations
 
+import base64
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,10 @@ MOST_REPLIES = 8192
 """Newest replies to a tenant that are kept in memory; the journal has all of them."""
 MOST_WAITING = 16384
 """Commands of a tenant that have no reply."""
+MOST_READ = 64
+"""Newest replies to a tenant that outlive a pruned journal although they were read."""
+ONCE = (":create", ":unload")
+"""Ends of names of commands without a number that may run only once."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,15 @@ class CommandReply:
     """The result of a command: JSON, or bytes in Protocol Buffers; None where it is too old to be kept."""
 
     content: Any = None
+
+
+def _as_text(reply: CommandReply | None) -> Any:
+    content = None if reply is None else reply.content
+    return [base64.b64encode(content).decode()] if isinstance(content, bytes) else content
+
+
+def _of_text(text: Any) -> CommandReply:
+    return CommandReply(base64.b64decode(text[0]) if isinstance(text, list) else text)
 
 
 @dataclass(eq=False)
@@ -42,12 +56,18 @@ class Entry:
     digest: str
     command: Any
     reply: CommandReply | None = None
+    is_read: bool = False
+    """Whether its client has asked for the reply since it exists."""
 
 
 @dataclass
 class _Lane:
     next_number: int = 1
     waiting: dict[int, Entry] = field(default_factory=dict)
+
+
+def _is_old(entry: Entry) -> bool:
+    return entry.reply is None or entry.reply.content is None
 
 
 class CommandLog:
@@ -96,6 +116,40 @@ class CommandLog:
         if not first <= entry.number < first + MOST_AHEAD:
             rule = f"{entry.number} is not in {first} to {first + MOST_AHEAD - 1}"
             raise BadRequest("seq_id", f"{rule}; try: {max(first, min(entry.number, first + MOST_AHEAD - 1))}")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every command has its reply."""
+        return not any(self._num_open.values())
+
+    def kept(self) -> dict[str, Any]:
+        """What another log continues with, as JSON, while nothing is open: the lanes' numbers, commands that are no
+        model's and change something, replies that no client has read, and the newest of the others.
+        """
+        newest = {entry.request_id for replied in self._replied.values() for entry in list(replied)[-MOST_READ:]}
+        entries = [
+            [
+                entry.request_id,
+                entry.tenant,
+                entry.lane,
+                entry.number,
+                entry.digest,
+                _as_text(entry.reply),
+                entry.is_read,
+            ]
+            for entry in self._entries.values()
+            if entry.request_id in newest or entry.request_id.endswith(ONCE) or not (entry.is_read or _is_old(entry))
+        ]
+        return {"lanes": {name: lane.next_number for name, lane in self._lanes.items()}, "entries": entries}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue with what `kept` has returned. The log must be new."""
+        self._lanes = {name: _Lane(number) for name, number in kept["lanes"].items()}
+        for request_id, tenant, lane, number, digest, reply, is_read in kept["entries"]:
+            entry = Entry(request_id, tenant, lane, number, digest, None, _of_text(reply), is_read)
+            self._entries[request_id] = entry
+            if not _is_old(entry):
+                self._replied.setdefault(tenant, deque()).append(entry)
 
     def has(self, request_id: str) -> bool:
         """Whether a command was taken."""
@@ -163,4 +217,5 @@ class CommandLog:
             raise BadRequest(
                 "request_id", f"{request_id!r:.80} is older than the {MOST_REPLIES} replies that are kept", 410
             )
+        entry.is_read = entry.reply is not None
         return entry

@@ -7,7 +7,7 @@ give the same names, so that a journal of requests is enough to come back to the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.serve import request_values
@@ -385,6 +385,43 @@ class Desk:
         """Remove what has expired."""
         for path in self._saved.due(self.now):
             self._saved.remove(path)
+
+    # Snapshots
+
+    @property
+    def loaded_models(self) -> list[str]:
+        """Models that have a state."""
+        return [name for name, one in self._models.items() if one.is_loaded]
+
+    @property
+    def copies(self) -> list[str]:
+        """Copies that clients can still read."""
+        return self._saved.copies
+
+    def kept(self) -> dict[str, Any]:
+        """What another desk continues with, as JSON, while no command is open."""
+        return {
+            "sessions": self._sessions,
+            "models": {name: asdict(one) for name, one in self._models.items()},
+            "samplers": {name: asdict(one) for name, one in self._samplers.items()},
+            "saved": self._saved.kept(),
+            "log": self.log.kept(),
+            "num_drops": self._num_drops,
+        }
+
+    def renew_log(self) -> None:
+        """Forget the commands that `kept` leaves out."""
+        kept, self.log = self.log.kept(), CommandLog()
+        self.log.restore(kept)
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue with what `kept` has returned. The desk must be new."""
+        self._sessions = dict(kept["sessions"])
+        self._models = {name: ClientModel(**one) for name, one in kept["models"].items()}
+        self._samplers = {name: SamplingSession(**one) for name, one in kept["samplers"].items()}
+        self._saved.restore(kept["saved"])
+        self.log.restore(kept["log"])
+        self._num_drops = kept["num_drops"]
 
     # Lists, which change nothing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,19 +52,27 @@ def check_served(config: RunConfig) -> None:
 
 
 def serve(
-    config: RunConfig, keys: Mapping[str, str], port: int, local: bool = False, replay: Path | None = None
+    config: RunConfig,
+    keys: Mapping[str, str],
+    port: int,
+    local: bool = False,
+    replay: Path | None = None,
+    journal_bytes: float = 0,
 ) -> None:
     """Serve until a signal asks to stop; a journal in `trainer.default_local_dir` is continued.
 
-    keys: `read_keys`. replay: a journal that is repeated instead, samples too; nothing is served.
+    keys: `read_keys`. replay: a journal that is repeated instead, samples too; nothing is served. journal_bytes: the
+    largest journal that no snapshot replaces; 0: any.
     Raises ConfigError for a configuration or a journal that does not fit, WorkerFailure where a rank fails, or where a
     repeated command has another reply.
     """
     check_served(config)
-    with_repairs(config, local, lambda repairs: _serve_once(repairs, keys, port, local, replay))
+    with_repairs(config, local, lambda repairs: _serve_once(repairs, keys, port, local, replay, journal_bytes))
 
 
-def _serve_once(repairs: Repairs, keys: Mapping[str, str], port: int, local: bool, replay: Path | None) -> None:
+def _serve_once(
+    repairs: Repairs, keys: Mapping[str, str], port: int, local: bool, replay: Path | None, journal_bytes: float
+) -> None:
     config = repairs.config
     with ExitStack() as opened:
         placement, folder = Placement.of(config), repairs.folders[config.actor_rollout_ref.model.path]
@@ -75,8 +84,11 @@ def _serve_once(repairs: Repairs, keys: Mapping[str, str], port: int, local: boo
         actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout)
         states = run_folder.path / STATES_FOLDER
         worker = RoleDriver(actor, rollout, num_replicas_of(config, placement), served.losses, states.absolute())
-        service = TrainingService(Desk(served, stop_token_of(folder.tokenizer), config.trainer.seed), worker)
+        desk = Desk(served, stop_token_of(folder.tokenizer), config.trainer.seed)
+        service = TrainingService(desk, worker, journal_bytes)
         if replay is not None:
+            if (replay.parent / STATES_FOLDER).is_dir():  # for the snapshot with which a journal may begin
+                shutil.copytree(replay.parent / STATES_FOLDER, states)
             say_repeated(logger.say, service, replay)
             return
         journal = run_folder.path / JOURNAL_FILE

@@ -1,4 +1,4 @@
-"""The journal of a service: every request that was taken, and every reply, in a file that only grows.
+"""The journal of a service: every request that was taken, and every reply, since the last snapshot.
 
 A record is a line of JSON, then as many bytes as it declares, then a line's end. The file can be read up to a record
 that was cut off while it was written, as by kill -9; acknowledged ones are complete, since they were synchronised.
@@ -11,12 +11,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_rl.errors import ConfigError
 
 JOURNAL_FILE = "journal"
-REQUEST, REPLY, EXPIRY = "request", "reply", "expiry"
+REQUEST, REPLY, EXPIRY, SNAPSHOT = "request", "reply", "expiry", "snapshot"
 DIGEST_DIGITS = 16
 
 
@@ -30,16 +30,35 @@ class RequestJournal:
 
     def __init__(self, path: Path) -> None:
         """Continue a file, whose cut-off end is removed, or begin one."""
-        self._file = path.open("ab")
-        whole = sum(size for _, _, size in sized_records(path))
-        self._file.truncate(whole)
+        self._path, self._file = path, path.open("ab")
+        self.num_bytes = sum(size for _, _, size in sized_records(path))
+        """Bytes of records since the last snapshot."""
+        self._file.truncate(self.num_bytes)
 
     def add(self, head: dict[str, Any], content: bytes = b"") -> None:
         """Append one record; head: JSON."""
+        self.num_bytes += self._write(self._file, head, content)
+
+    @staticmethod
+    def _write(file: BinaryIO, head: dict[str, Any], content: bytes) -> int:
         sized = head | {"bytes": len(content), "sha256": digest_of(content)}
-        self._file.write(json.dumps(sized, separators=(",", ":")).encode() + b"\n" + content + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        record = json.dumps(sized, separators=(",", ":")).encode() + b"\n" + content + b"\n"
+        file.write(record)
+        file.flush()
+        os.fsync(file.fileno())
+        return len(record)
+
+    def restart(self, head: dict[str, Any], content: bytes) -> None:
+        """Replace the file by one with this record alone, whole or not at all."""
+        unfinished = self._path.with_suffix(".unfinished")
+        file = unfinished.open("wb")
+        self._write(file, head, content)
+        unfinished.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        self._file.close()
+        self._file, self.num_bytes = file, 0
 
     def close(self) -> None:
         """Close the file."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
 WHOLE = (WEIGHTS, MOMENTS, GRADIENTS)
-STATES_FOLDER = "states"
+STATES_FOLDER, LIVE = "states", "live-"
 """In a run's folder: a folder of each copy that clients have saved, with a file of each rank."""
 AT_START, IN_TRAINING = "start", "in training"
 """Names of copies that no client has made: the weights as the service starts, and those that sampling has replaced."""
@@ -61,6 +61,8 @@ class RoleDriver:
     ) -> None:
         self._actor, self._rollout, self._num_replicas, self._losses = actor, rollout, num_replicas, losses
         self._folder = folder
+        self._in_snapshot: set[str] = set()  # copies that existed at the journal's snapshot
+        self._num_snapshots = 0
         self._model: str | None = None  # whose state is in the actor's memory
         self._as_saved: set[str] = set()  # copies whose weights those in the actor's memory are
         self._num_samplings = 0
@@ -94,7 +96,8 @@ class RoleDriver:
                 return {"type": "unload_model", "model_id": command.model}
             case DropCopy():
                 self._as_saved.discard(command.copy)
-                self._actor.remove_state(self._folder_of(command.copy)).get()
+                if command.copy not in self._in_snapshot:  # a repetition that begins there may read it
+                    self._actor.remove_state(self._folder_of(command.copy)).get()
                 return {}
 
     # Models
@@ -141,6 +144,36 @@ class RoleDriver:
             return {"type": "save_weights"} | path | size
         kind = {"type": "save_weights_for_sampler"} | size
         return kind | ({"sampling_session_id": command.sampler} if command.sampler else path)
+
+    # Snapshots
+
+    def _live(self, number: int, model: str) -> str:
+        return str(self._folder / f"{LIVE}{number}" / digest_of(model.encode()))
+
+    def keep(self, models: Sequence[str], copies: Sequence[str]) -> dict[str, Any]:
+        """Write the states of all models; returns what another driver continues with, as JSON. copies: those to be
+        kept, too.
+        """
+        self._leave()
+        self._num_snapshots += 1
+        for model in models:
+            self._actor.write_copy(model, self._live(self._num_snapshots, model)).get()
+        counts = {"num_snapshots": self._num_snapshots, "num_samplings": self._num_samplings}
+        return {"models": list(models), "copies": list(copies)} | counts
+
+    def settle(self, kept: Mapping[str, Any]) -> None:
+        """Remove every file that the journal's snapshot does not name: nothing reads an older one any more."""
+        number, self._in_snapshot = kept["num_snapshots"], set(kept["copies"])
+        folders = [self._folder_of(copy) for copy in kept["copies"]]
+        folders += [self._live(number, model) for model in kept["models"]]
+        self._actor.remove_other_states(str(self._folder), folders).get()
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue with what `keep` has returned. The driver must be new."""
+        self.settle(kept)
+        self._num_snapshots, self._num_samplings = kept["num_snapshots"], kept["num_samplings"]
+        for model in kept["models"]:
+            self._actor.read_copy(model, self._live(self._num_snapshots, model)).get()
 
     # Passes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -172,6 +172,23 @@ class SavedStates:
             self._unnamed[model] = [path]
             self.remove(path)
         self._unnamed.pop(model, None)
+
+    @property
+    def copies(self) -> list[str]:
+        """Names of all copies, of paths that exist."""
+        return [state.copy for state in self._states.values()]
+
+    def kept(self) -> dict[str, Any]:
+        """What another object continues with, as JSON, while no command is open."""
+        return {"states": [asdict(one) for one in self._states.values()], "times_saved": self._times_saved}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue with what `kept` has returned. This must be new."""
+        self._states = {one["path"]: ClientState(**one) for one in kept["states"]}
+        self._times_saved = Counter(kept["times_saved"])
+        for state in self._states.values():
+            if not state.is_named:
+                self._unnamed.setdefault(state.model, []).append(state.path)
 
     def due(self, now: float) -> list[str]:
         """Paths that have expired."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_rl.serve.bad_request import BadRequest
 from megatron_rl.serve.client_commands import Command, SampleTokens
 from megatron_rl.serve.command_log import CommandReply, Entry
 from megatron_rl.serve.desk import Body, Desk
-from megatron_rl.serve.request_journal import EXPIRY, REPLY, REQUEST, RequestJournal, records
+from megatron_rl.serve.request_journal import EXPIRY, REPLY, REQUEST, SNAPSHOT, RequestJournal, records
 from megatron_rl.serve.request_values import text
 
 
@@ -30,6 +30,12 @@ class Runs(Protocol):
     def run(self, command: Command) -> Any: ...
 
     def sample(self, commands: list[SampleTokens]) -> list[bytes]: ...
+
+    def keep(self, models: Sequence[str], copies: Sequence[str]) -> dict[str, Any]: ...
+
+    def settle(self, kept: Mapping[str, Any]) -> None: ...
+
+    def restore(self, kept: Mapping[str, Any]) -> None: ...
 
 
 @dataclass
@@ -42,10 +48,10 @@ class Repeated:
 
 
 class TrainingService:
-    """It writes no journal while one is repeated."""
+    """It writes no journal while one is repeated. most_bytes: largest journal that no snapshot replaces; 0: any."""
 
-    def __init__(self, desk: Desk, worker: Runs) -> None:
-        self._desk, self._worker = desk, worker
+    def __init__(self, desk: Desk, worker: Runs, most_bytes: float = 0) -> None:
+        self._desk, self._worker, self._most_bytes = desk, worker, most_bytes
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._journal: RequestJournal | None = None
@@ -104,8 +110,27 @@ class TrainingService:
                         self._work.wait(wait_s)
                         continue
                 self._run(entries)
+                self._prune()
         finally:
             self._journal.close()
+
+    def _prune(self) -> None:
+        """Begin a journal again with a snapshot, where it has become too large and nothing is open."""
+        assert self._journal is not None
+        if not 0 < self._most_bytes < self._journal.num_bytes:
+            return
+        with self._lock:
+            if self._desk.log.is_idle:
+                of_worker = self._worker.keep(self._desk.loaded_models, self._desk.copies)
+                kept = {"desk": self._desk.kept(), "worker": of_worker, "num_groups": self._num_groups}
+                self._journal.restart({"kind": SNAPSHOT, "at": self._desk.now}, json.dumps(kept).encode())
+                self._worker.settle(of_worker)
+                self._desk.renew_log()
+
+    def _restore(self, kept: Mapping[str, Any]) -> None:
+        self._desk.restore(kept["desk"])
+        self._worker.restore(kept["worker"])
+        self._num_groups = kept["num_groups"]
 
     def _expire(self) -> None:
         """Remove saved states whose time is over, and write that into the journal."""
@@ -153,6 +178,9 @@ class TrainingService:
         found, others, groups = Repeated(), list[str](), dict[int, list[tuple[Entry, Any]]]()
         for head, content in records(path):
             self._desk.now = head.get("at", self._desk.now)
+            if head["kind"] == SNAPSHOT:
+                self._restore(json.loads(content))
+                continue
             if head["kind"] == EXPIRY:
                 self._repeat_all(groups, samples_again, found, others)
                 self._desk.expire()
