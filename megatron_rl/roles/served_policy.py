@@ -50,6 +50,19 @@ class ServedPolicy(SampledPolicy):
             self.trainable.pipeline.routing.begin(replays=False, records=False)
         return self.client_scorer.score("old_log_probs", batch, self.score_cut)
 
+    @remote_method(Dispatch.DP, phase="score", balanced=True)
+    def client_top_k(self, batch: Batch, k: int) -> Batch | None:
+        """`teacher_top_ids` and `teacher_top_log_probs`: the k likeliest tokens in place of every sampled one, at
+        temperature 1; None before the last stage.
+        """
+        if self.trainable.pipeline.routing is not None:
+            self.trainable.pipeline.routing.begin(replays=False, records=False)
+        best = self.client_scorer.top_k(batch, self.score_cut, k)
+        if best is None:
+            return None
+        ids, log_probs = (batch.per_sampled_token(values) for values in best)
+        return Batch(teacher_top_ids=ids, teacher_top_log_probs=log_probs)
+
     @remote_method(Dispatch.ONE_TO_ALL, phase="update")
     def step_client(self, adam: Mapping[str, float]) -> dict[str, float]:
         """Reduce the sums over all ranks and update with `AdamStep(**adam)`; the metrics of the step on every rank."""

@@ -70,7 +70,8 @@ class LoadWeights:
 @dataclass(frozen=True)
 class SampleTokens:
     """Sequences that continue a prompt. weights: the copy of those that sample; "" for the model as the service starts.
-    stop: tokens that end a sequence; None: the model's end tokens. prompt_log_probs: also return the prompt's.
+    stop: tokens that end a sequence; None: the model's end tokens. stop_texts: texts that do. prompt_log_probs: also
+    return the prompt's. prompt_top: also return that many likeliest tokens for each place of the prompt.
     """
 
     weights: str
@@ -83,6 +84,8 @@ class SampleTokens:
     seed: int
     stop: tuple[int, ...] | None = None
     prompt_log_probs: bool = False
+    prompt_top: int = 0
+    stop_texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ def _serve_once(
         served = served_by(config, folder)
         actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout)
         states = run_folder.path / STATES_FOLDER
-        worker = RoleDriver(actor, rollout, num_replicas_of(config, placement), served.losses, states.absolute())
+        num_replicas, decode = num_replicas_of(config, placement), folder.tokenizer.decode
+        worker = RoleDriver(actor, rollout, num_replicas, served.losses, states.absolute(), decode)
         desk = Desk(served, stop_token_of(folder.tokenizer), config.trainer.seed)
         service = TrainingService(desk, worker, journal_bytes)
         if replay is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,13 @@ from megatron_rl.serve.client_commands import (
 )
 from megatron_rl.serve.protobuf import encoded
 from megatron_rl.serve.request_journal import digest_of
+from megatron_rl.serve.sample_request import cut_at
 from megatron_rl.serve.tinker_messages import (
     FORWARD_BACKWARD_OUTPUT,
     SAMPLE_RESPONSE,
     forward_backward_output,
     sampled_sequence,
+    top_of_prompt,
 )
 
 if TYPE_CHECKING:
@@ -54,13 +56,19 @@ AT_START, IN_TRAINING = "start", "in training"
 
 class RoleDriver:
     """Runs one command after the other. num_replicas: the rollout's. losses: by their names. folder: for what clients
-    save."""
+    save. decode: tokens -> their text."""
 
     def __init__(
-        self, actor: Actor, rollout: Rollout, num_replicas: int, losses: Mapping[str, SummedLoss], folder: Path
+        self,
+        actor: Actor,
+        rollout: Rollout,
+        num_replicas: int,
+        losses: Mapping[str, SummedLoss],
+        folder: Path,
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._actor, self._rollout, self._num_replicas, self._losses = actor, rollout, num_replicas, losses
-        self._folder = folder
+        self._folder, self._decode = folder, decode
         self._in_snapshot: set[str] = set()  # copies that existed at the journal's snapshot
         self._num_snapshots = 0
         self._model: str | None = None  # whose state is in the actor's memory
@@ -209,24 +217,39 @@ class RoleDriver:
             self._put(weights)
         try:
             of_prompts = self._prompt_log_probs([one for one in commands if one.prompt_log_probs])
+            tops = [self._prompt_top(one) for one in commands]
             drawn = self._drawn(commands)
         finally:
             if is_elsewhere:
                 self._put(IN_TRAINING)
         replies = []
         first = 0
-        for command in commands:
+        for command, top in zip(commands, tops, strict=True):
             sequences = [drawn[number] for number in range(first, first + command.num_samples)]
             first += command.num_samples
-            content: dict[str, Any] = {
-                "sequences": [
-                    sampled_sequence(one.token_ids, one.log_probs, one.finish == FINISHED_BY_STOP) for one in sequences
-                ]
-            }
+            content: dict[str, Any] = {"sequences": [self._sequence(one, command) for one in sequences]}
             if command.prompt_log_probs:
                 content["prompt_logprobs"] = array("f", [math.nan, *of_prompts.pop(0)]).tobytes()
+            if top is not None:
+                content["topk_prompt_logprobs"] = top
             replies.append(encoded(content, SAMPLE_RESPONSE))
         return replies
+
+    def _sequence(self, one: Drawn, command: SampleTokens) -> dict[str, Any]:
+        """A sequence up to the first text that ends it."""
+        end = cut_at(command.stop_texts, one.token_ids, self._decode) if command.stop_texts else None
+        is_stopped = end is not None or one.finish == FINISHED_BY_STOP
+        return sampled_sequence(one.token_ids[:end], one.log_probs[:end], is_stopped)
+
+    def _prompt_top(self, command: SampleTokens) -> dict[str, Any] | None:
+        if not (k := command.prompt_top):
+            return None
+        if len(command.prompt) == 1:
+            return top_of_prompt(k, (), ())
+        rows = [Row(command.prompt, (0.0,) * (len(command.prompt) - 1))]
+        best = self._actor.client_top_k(batch_of(rows), k).get()
+        assert best is not None
+        return top_of_prompt(k, best["teacher_top_ids"][0].tolist(), best["teacher_top_log_probs"][0].tolist())
 
     def _put(self, copy: str) -> None:
         """Put the weights of a copy in place."""

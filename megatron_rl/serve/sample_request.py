@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.serve import request_values
@@ -10,6 +10,8 @@ from megatron_rl.serve.bad_request import BadRequest, shown
 from megatron_rl.serve.client_commands import SampleTokens
 from megatron_rl.serve.request_values import ServedModel
 
+MOST_TOP, MOST_STOPS, MOST_CHARACTERS = 100, 16, 256
+"""Likeliest tokens in a place of a prompt; texts and tokens that end a sequence, and characters of one."""
 StopToken = Callable[[str], int | None]
 """The token that is a text, if one is."""
 
@@ -18,7 +20,7 @@ def read_sample(
     values: Mapping[str, Any], weights: str, usual_seed: int, served: ServedModel, stop_token: StopToken
 ) -> SampleTokens:
     """The command of a request. weights: the copy that samples. usual_seed: the default seed."""
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
         if values.get(name):
             raise BadRequest(name, f"{shown(values[name])} is not served; try: 0")
     for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
@@ -30,6 +32,7 @@ def read_sample(
     room = served.longest - len(prompt)
     if room < 1:
         raise BadRequest("prompt", f"{len(prompt)} tokens leave no room for another in the {served.longest} of a row")
+    stop, texts = read_stops(params.get("stop"), served, stop_token)
     return SampleTokens(
         weights,
         prompt,
@@ -39,8 +42,10 @@ def read_sample(
         request_values.number(params, "top_p", 1e-6, 1.0, 1.0),
         request_values.whole(params, "top_k", -1, served.num_tokens, -1),
         request_values.whole(params, "seed", -(1 << 63), (1 << 63) - 1, usual_seed),
-        read_stops(params.get("stop"), served, stop_token),
+        stop,
         request_values.flag(values, "prompt_logprobs"),
+        request_values.whole(values, "topk_prompt_logprobs", 0, min(MOST_TOP, served.num_tokens), 0),
+        texts,
     )
 
 
@@ -61,15 +66,30 @@ def read_prompt(prompt: Any, served: ServedModel) -> tuple[int, ...]:
     return found
 
 
-def read_stops(stop: Any, served: ServedModel, stop_token: StopToken) -> tuple[int, ...] | None:
-    """Tokens that end a sequence; None: the model's end tokens."""
+def read_stops(stop: Any, served: ServedModel, stop_token: StopToken) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """(tokens that end a sequence; None: the model's end tokens), (texts that do)."""
     if stop is None:
-        return None
-    found = list[int]()
-    for place, one in enumerate([stop] if isinstance(stop, str) else stop if isinstance(stop, list) else [stop]):
+        return None, ()
+    given = stop if isinstance(stop, list) else [stop]
+    if len(given) > MOST_STOPS:
+        raise BadRequest("sampling_params.stop", f"{len(given)} stops are too many; try: {MOST_STOPS}")
+    found, texts = list[int](), list[str]()
+    for place, one in enumerate(given):
         token = stop_token(one) if isinstance(one, str) else one
-        if token is None:
-            rule = f"{shown(one)} is not one token of the model, and longer texts are not served"
-            raise BadRequest(f"sampling_params.stop[{place}]", f"{rule}; try: ids of tokens")
-        found += request_values.tokens(f"sampling_params.stop[{place}]", [token], served)
-    return tuple(found)
+        if isinstance(one, str):
+            if not 0 < len(one) <= MOST_CHARACTERS:
+                rule = f"{shown(one)} has {len(one)} characters; try: 1 to {MOST_CHARACTERS}"
+                raise BadRequest(f"sampling_params.stop[{place}]", rule)
+            texts.append(one)
+        if token is not None:
+            found += request_values.tokens(f"sampling_params.stop[{place}]", [token], served)
+    return tuple(found), tuple(texts)
+
+
+def cut_at(texts: Sequence[str], token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int | None:
+    """How many tokens it takes until one of the texts is complete; None: it never is."""
+    if not any(text in decode(token_ids) for text in texts):
+        return None
+    return next(
+        number for number in range(1, len(token_ids) + 1) if any(text in decode(token_ids[:number]) for text in texts)
+    )

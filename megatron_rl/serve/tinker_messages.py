@@ -46,7 +46,19 @@ FORWARD_BACKWARD_OUTPUT: Table = {
     3: map_of("metrics", DOUBLE),
 }
 SAMPLED_SEQUENCE: Table = {1: Field("stop_reason", INT), 2: Field("tokens", BYTES), 3: Field("logprobs", BYTES)}
-SAMPLE_RESPONSE: Table = {1: Field("sequences", SAMPLED_SEQUENCE, is_list=True), 2: Field("prompt_logprobs", BYTES)}
+TOP: Table = {
+    1: Field("token_ids", BYTES),
+    2: Field("logprobs", BYTES),
+    3: Field("k", INT),
+    4: Field("length", INT),
+}
+SAMPLE_RESPONSE: Table = {
+    1: Field("sequences", SAMPLED_SEQUENCE, is_list=True),
+    2: Field("prompt_logprobs", BYTES),
+    3: Field("topk_prompt_logprobs", TOP),
+}
+NO_LOG_PROB = -99999.0
+"""Stands, with token 0, where a place has no likeliest tokens: the first."""
 STOPPED, OF_LENGTH = 0, 1
 """Why a sequence has ended."""
 
@@ -82,6 +94,15 @@ def forward_backward_output(log_probs: Sequence[Sequence[float]], metrics: Mappi
     field = {"data": flat.tobytes(), "offsets": offsets.tobytes(), "dtype": FLOAT32}
     record = {"type_tag": "ArrayRecord", "fields": {"logprobs": field}, "num_datums": len(log_probs)}
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": [record], "metrics": dict(metrics)}
+
+
+def top_of_prompt(k: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The likeliest tokens in every place of a prompt but the first."""
+    tokens, values = array("i", [0] * k), array("f", [NO_LOG_PROB] * k)
+    for of_place, values_of_place in zip(ids, log_probs, strict=True):
+        tokens.extend(of_place)
+        values.extend(values_of_place)
+    return {"token_ids": tokens.tobytes(), "logprobs": values.tobytes(), "k": k, "length": len(ids) + 1}
 
 
 def sampled_sequence(tokens: Sequence[int], log_probs: Sequence[float], is_stopped: bool) -> dict[str, Any]:

@@ -7,135 +7,36 @@ import math
 import re
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 import venv
-from array import array
 from collections.abc import Iterator
-from http.client import HTTPException
 from pathlib import Path
 from random import Random
-from threading import Timer
 
 import pytest
 from command_line import REPOSITORY, CommandLine
-from safetensors.numpy import load_file
+from service_client import (
+    ALONE,
+    BASE,
+    CUTS,
+    KEYS,
+    LAYOUTS,
+    ROW,
+    TOKENS,
+    TrainingService,
+    a_pass,
+    create,
+    log_probs_of,
+    numbers,
+    sample,
+    two_steps,
+)
 from sweeps import often
 
-from megatron_rl.serve.protobuf import decoded, encoded
-from megatron_rl.serve.request_journal import digest_of, records
-from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT, SAMPLE_RESPONSE
+from megatron_rl.serve.protobuf import decoded
+from megatron_rl.serve.request_journal import records
+from megatron_rl.serve.tinker_messages import SAMPLE_RESPONSE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-KEYS = {"anna": "tml-anna-0123456789", "bert": "tml-bert-0123456789"}
-BASE, PROTOBUF = "assets/demo/model", "application/x-protobuf"
-ONLY_ACTOR = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
-ALONE = ("--local", "--collapse", *ONLY_ACTOR)
-TOKENS, SAMPLED_TOKENS = (5, 6, 14, 7, 8, 15), (8, 9, 1)
-ROW = (*TOKENS, *SAMPLED_TOKENS)
-
-
-class TrainingService:
-    """One life of a service in a folder; the journal there is continued."""
-
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        keys = folder / "keys"
-        keys.touch(0o600)
-        keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
-        self.line = CommandLine(folder, "--keys", str(keys), "--port", "0", *overrides, stage="serve")
-        self.line.wait_for(lambda: "serving" in self.line.text(), timeout=300)
-        self.url = re.search(r"at (http://\S+) for 2 keys", self.line.text())[1]
-
-    def ask(
-        self, name: str, body: dict | bytes | None, tenant: str = "anna", method: str | None = None, **headers: str
-    ) -> tuple[int, str, bytes]:
-        """(status, content type, body) of a request. body: None for none."""
-        kind = PROTOBUF if isinstance(body, bytes) else "application/json"
-        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        fields = {"X-API-Key": KEYS.get(tenant, tenant), "Content-Type": kind} | headers
-        request = urllib.request.Request(f"{self.url}/api/v1/{name}", content, fields, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=120) as reply:
-                return reply.status, reply.headers.get_content_type(), reply.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.headers.get_content_type(), error.read()
-
-    def read(self, name: str, tenant: str = "anna", method: str = "GET", body: dict | None = None) -> dict | int:
-        """The reply to a request that is no command; the status of a refusal."""
-        status, _, content = self.ask(name, body, tenant, method)
-        return json.loads(content) if status == 200 else status
-
-    def saved(self, path: str) -> list[dict[str, bytes]]:
-        """Tensors that each rank has saved under a path."""
-        files = sorted((self.line.run / "states" / digest_of(path.encode())).glob("*.safetensors"))
-        return [{name: one.tobytes() for name, one in load_file(file).items()} for file in files]
-
-    def done(self, name: str, body: dict | bytes, tenant: str = "anna") -> tuple[str, bytes]:
-        """The reply to a command, once it has one."""
-        status, _, content = self.ask(name, body, tenant)
-        assert status == 200, content
-        return self.reply(content, tenant)
-
-    def reply(self, future: bytes, tenant: str = "anna") -> tuple[str, bytes]:
-        """The reply that a future stands for, once it is there."""
-        asked = {"request_id": json.loads(future)["request_id"]}
-        while True:
-            status, kind, content = self.ask("retrieve_future", asked, tenant)
-            assert status == 200, content
-            if b"try_again" not in content:
-                return kind, content
-
-
-def numbers(content: bytes, items: str = "f") -> list:
-    values = array(items)
-    values.frombytes(content)
-    return values.tolist()
-
-
-def a_pass(model: str, number: int, loss: str = "cross_entropy", row: tuple[int, ...] = ROW, **options: int) -> bytes:
-    """Two data of one row: weights 1 and -0.5."""
-    targets = {"dense": array("q", row[1:]).tobytes(), "dtype": 2, "shape": [len(row) - 1]}
-    data = []
-    for weight in (1.0, -0.5):
-        weights = {"dense": array("f", [weight] * (len(row) - 1)).tobytes(), "dtype": 1, "shape": [len(row) - 1]}
-        chunks = [{"encoded_text": {"tokens": array("i", row[:-1]).tobytes()}}]
-        data.append({"model_input": chunks, "loss_fn_inputs": {"target_tokens": targets, "weights": weights}})
-    head = {"model_id": model, "seq_id": number, "loss_fn": loss}
-    return encoded(head | {"data": data} | options, FORWARD_BACKWARD)
-
-
-def sample(sampler: str, number: int, **params: float) -> dict:
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(TOKENS)}]}
-    asked = {"sampling_session_id": sampler, "seq_id": number, "num_samples": 4, "prompt_logprobs": True}
-    return asked | {"prompt": prompt, "sampling_params": {"max_tokens": 4} | params}
-
-
-def log_probs_of(content: bytes) -> list[float]:
-    """Of the first datum."""
-    record = decoded(content, FORWARD_BACKWARD_OUTPUT)["loss_fn_outputs"][0]["fields"]["logprobs"]
-    return numbers(record["data"])[: len(ROW) - 1]
-
-
-def create(service: TrainingService, tenant: str, rank: int) -> str:
-    """A session and a model of a tenant."""
-    session = json.loads(service.ask("create_session", {}, tenant)[2])["session_id"]
-    places = {"rank": rank, "train_unembed": not rank}
-    body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": places}
-    return json.loads(service.done("create_model", body, tenant)[1])["model_id"]
-
-
-def two_steps(service: TrainingService, model: str, tenant: str, first: int = 1) -> list[bytes]:
-    """Passes and steps of one model, with what it samples between; every reply."""
-    adam = {"model_id": model, "adam_params": {"learning_rate": 0.01}}
-    replies = []
-    for number in (first, first + 3):
-        replies.append(service.done("forward_backward", a_pass(model, number), tenant)[1])
-        replies.append(service.done("optim_step", adam | {"seq_id": number + 1}, tenant)[1])
-        saved = {"model_id": model, "seq_id": number + 2, "sampling_session_seq_id": number}
-        content = service.done("save_weights_for_sampler", saved, tenant)[1]
-        replies += [content, service.done("asample", sample(json.loads(content)["sampling_session_id"], 0), tenant)[1]]
-    return replies
 
 
 def saved_for_two_hours(service: TrainingService, model: str) -> str:
@@ -234,20 +135,39 @@ def test_clients_train_and_sample_and_a_killed_service_continues(service: Traini
 
 
 GREEDY = {"temperature": 0.0}
-FOUR = ("trainer.launcher=local", *ONLY_ACTOR)
-DP2 = (*FOUR, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
-DP2 += ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",)
-TWO = (*FOUR, "trainer.n_gpus_per_node=2")
-LAYOUTS = {"one": ALONE, "DP2": DP2, "TP2xPP2": FOUR}
-CUTS = {
-    "one": (*ALONE, "actor_rollout_ref.model.lora.rank=4"),
-    "TP2": (*TWO, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1"),
-    "PP2": (*TWO, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"),
-    "DP2": DP2,
-    "TP2xPP2": FOUR,
-}
 
 
+def whole_tokens(reply: dict) -> list[int]:
+    return numbers(reply["sequences"][0]["tokens"], "i")
+
+
+def check_stop(service: TrainingService) -> None:
+    """A text of the second and third digit ends the base's response with these."""
+    base = {"session_id": "session-0", "sampling_session_seq_id": 99, "base_model": BASE}
+    assert service.ask("create_sampling_session", base)[0] == 200
+    whole, cut = [], []
+    for number, options, found in ((1, {}, whole), (2, {"stop": ""}, cut)):
+        if "stop" in options:
+            options["stop"] = "".join("0123456789"[one - 4] for one in whole[1:3])
+        asked = sample("session-0:sample:99", number, **GREEDY, **options)
+        reply = decoded(service.done("asample", asked)[1], SAMPLE_RESPONSE)
+        found += whole_tokens(reply)
+        assert reply["sequences"][0]["stop_reason"] == 0
+    assert len(whole) == 4 and cut == whole[:3]
+
+
+def check_top(reply: dict) -> None:
+    """All 64 tokens in each place of the prompt: their probabilities are 1 in sum, and that of its token is its own."""
+    top, of_prompt = reply["topk_prompt_logprobs"], numbers(reply["prompt_logprobs"])
+    ids, log_probs = numbers(top["token_ids"], "i"), numbers(top["logprobs"])
+    assert (top["k"], top["length"]) == (64, len(TOKENS)) and ids[:64] == [0] * 64 and set(log_probs[:64]) == {-99999.0}
+    for place in range(1, len(TOKENS)):
+        mine = dict(zip(ids[64 * place :][:64], log_probs[64 * place :][:64], strict=True))
+        assert sum(map(math.exp, mine.values())) == pytest.approx(1, abs=1e-5) and len(mine) == 64
+        assert mine[TOKENS[place]] == pytest.approx(of_prompt[place], abs=5e-5)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.weekly
 def test_layouts_reply_alike(tmp_path: Path) -> None:
     """Log-probs of all weights after two steps, and greedy samples with theirs, are the same to 5e-5 in every layout.
@@ -262,8 +182,11 @@ def test_layouts_reply_alike(tmp_path: Path) -> None:
             model = create(service, "anna", 0)
             two_steps(service, model, "anna")
             log_probs = log_probs_of(service.done("forward_backward", a_pass(model, 7, forward_only=1))[1])
-            drawn = service.done("asample", sample("session-0:sample:1", 9, **GREEDY))[1]
-            found[layout] = log_probs, decoded(drawn, SAMPLE_RESPONSE)["sequences"][0]
+            asked = sample("session-0:sample:1", 9, **GREEDY) | {"topk_prompt_logprobs": 64}
+            drawn = decoded(service.done("asample", asked)[1], SAMPLE_RESPONSE)
+            check_top(drawn)
+            found[layout] = log_probs, drawn["sequences"][0]
+            check_stop(service)
         finally:
             service.line.kill_all()
     for layout, (log_probs, sequence) in found.items():
@@ -333,89 +256,6 @@ def test_two_models_at_once_are_as_each_alone(layout: str, tmp_path: Path) -> No
         service.line.kill_all()
 
 
-class PatientClient:
-    """Sends its requests again after each kill -9 of the service, which then starts again."""
-
-    def __init__(self, folder: Path, seed: int, *overrides: str) -> None:
-        self.folder, self.overrides, self.draw = folder, overrides, Random(seed)
-        self.service, self.num_kills = TrainingService(folder, *overrides), 0
-        self.timer = Timer(0, lambda: None)
-        self.timer.start()
-
-    def kill_after(self, seconds: float) -> None:
-        self.timer = Timer(seconds, self.service.line.kill_all)
-        self.timer.start()
-
-    def done(self, request: tuple[str, dict | bytes], most_kills: int, tenant: str) -> bytes:
-        while True:
-            if self.num_kills < most_kills and self.timer.finished.is_set():
-                self.kill_after(self.draw.uniform(0.01, 0.4))
-            try:
-                return self.service.done(*request, tenant)[1]
-            except (OSError, HTTPException):  # no connection, or one that ends
-                self.timer.join()
-                self.num_kills += 1
-                self.service.line.kill_all()
-                self.service = TrainingService(self.folder, *self.overrides)
-
-    def end(self) -> None:
-        self.timer.cancel()
-        self.timer.join()
-
-
-KILLS = {
-    "3 kills, pruned": (3, 5, 0.001, 4),
-    "3 kills, pruned, DP2": (3, 5, 0.001, 0),
-    "30 kills, pruned": (30, 40, 0.02, 4),
-    "30 kills": (30, 40, 0.0, 4),
-}
-"""Kills, rounds of requests, the journal's size in MiB, and the rank of adapters."""
-
-
-def a_round(model: str, number: int) -> list[tuple[str, dict | bytes]]:
-    """A pass, a step, and a state that is saved in place of the last and loaded."""
-    first, path = 4 * number + 1, f"tinker://{model}/weights/end"
-    state = {"model_id": model, "path": path, "optimizer": True}
-    return [
-        ("forward_backward", a_pass(model, first, row=ROW[(number + int(model[8])) % 3 :])),
-        ("optim_step", {"model_id": model, "seq_id": first + 1, "adam_params": {"learning_rate": 0.01}}),
-        ("save_weights", {"model_id": model, "seq_id": first + 2, "path": "end", "overwrite": True}),
-        ("load_weights", state | {"seq_id": first + 3}),
-    ]
-
-
-@pytest.mark.parametrize("case", often(KILLS, (), [*KILLS][1:]))
-@pytest.mark.timeout(1500)
-def test_kills_at_drawn_moments_change_nothing(case: str, tmp_path: Path) -> None:
-    """Two tenants' replies and states are bit for bit those of a service that nobody kills, whether the journal has all
-    or begins with a snapshot. A repetition from there finds every reply again.
-
-    Would not catch a disk that loses what it has synchronised.
-    """
-    most_kills, rounds, size, rank = KILLS[case]
-    overrides, found = (*(CUTS["one"] if rank else DP2), "--journal-mb"), []
-    for kills, journal_mb in ((0, 0.0), (most_kills, size)):
-        (tmp_path / str(kills)).mkdir()
-        client = PatientClient(tmp_path / str(kills), 1, *overrides, str(journal_mb))
-        try:
-            models = {tenant: create(client.service, tenant, rank) for tenant in KEYS}
-            requests = [(one, who) for n in range(rounds) for who, model in models.items() for one in a_round(model, n)]
-            replies = [client.done(request, kills, tenant) for request, tenant in requests]
-            client.end()
-            last = [f"tinker://{model}/weights/end~{rounds - 1}" for model in models.values()]
-            found.append((replies, [client.service.saved(copy) for copy in last]))
-            assert client.num_kills == kills and found[0][1][0] != found[0][1][1] != []
-        finally:
-            client.end()
-            client.service.line.kill_all()
-    assert found[0] == found[1]
-    run = client.service.line.run
-    assert (next(records(run / "journal"))[0]["kind"] == "snapshot") == bool(size)
-    (tmp_path / "again").mkdir()
-    again = CommandLine(tmp_path / "again", "--replay", str(run / "journal"), *overrides[:-1], stage="serve")
-    assert again.wait(timeout=300) == 0, again.text()
-
-
 @pytest.fixture(scope="module")
 def sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that has the SDK, in an environment of its own."""
@@ -425,6 +265,7 @@ def sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin/python"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.weekly
 @pytest.mark.timeout(1800)
 def test_the_sdks_loop_learns_and_its_journal_repeats(sdk: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from megatron_rl.serve.desk import Desk
 from megatron_rl.serve.protobuf import decoded, encoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.request_values import ServedModel
+from megatron_rl.serve.sample_request import cut_at, read_stops
 from megatron_rl.serve.saved_states import MOST_UNNAMED
 from megatron_rl.serve.service import read_body
 from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT, forward_backward_output
@@ -100,7 +101,7 @@ def test_every_recorded_request_becomes_its_command() -> None:
     assert loaded == LoadWeights(MODEL, f"tinker://{MODEL}/weights/one", with_optimizer=True)
     assert isinstance(sampled, SampleTokens)
     assert (sampled.weights, sampled.prompt, sampled.num_samples, sampled.max_tokens) == ("", (5, 6, 14), 2, 4)
-    assert sampled.stop == (14,) and sampled.prompt_log_probs
+    assert sampled.stop == (14,) and sampled.prompt_log_probs and sampled.prompt_top == 0
     assert desk.sampler_info("anna", "session-0:sample:0")["model_path"] == for_sampling.path
 
 
@@ -211,19 +212,16 @@ BAD_JSON = {
     "too many tokens": ("asample", {"sampling_params": {"max_tokens": 22}}, "max_tokens", "try: 21"),
     "a cold temperature": ("asample", {"sampling_params": {"temperature": -1}}, "temperature", "try: 0.0"),
     "no mass": ("asample", {"sampling_params": {"top_p": 0}}, "top_p", "try: 1e-06"),
-    "a stop of two tokens": (
-        "asample",
-        {"sampling_params": {"stop": "ab"}},
-        "sampling_params.stop[0]",
-        "not one token",
-    ),
+    "an empty stop": ("asample", {"sampling_params": {"stop": [""]}}, "sampling_params.stop[0]", "try: 1 to 256"),
+    "too many stops": ("asample", {"sampling_params": {"stop": ["a"] * 17}}, "sampling_params.stop", "try: 16"),
     "a stop that is no token": (
         "asample",
         {"sampling_params": {"stop": [99]}},
         "sampling_params.stop[0][0]",
         "0 to 63",
     ),
-    "top-k log-probs": ("asample", {"topk_prompt_logprobs": 5}, "topk_prompt_logprobs", "try: 0"),
+    "too many likeliest": ("asample", {"topk_prompt_logprobs": 65}, "topk_prompt_logprobs", "try: 64"),
+    "top-k of samples": ("asample", {"topk_sample_logprobs": 5}, "topk_sample_logprobs", "try: 0"),
     "alternatives": ("asample", {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k", "try: 0"),
 }
 
@@ -407,6 +405,19 @@ def test_lists_are_a_tenants_own() -> None:
             asked()
         assert caught.value.status == 404
     assert paths_of(desk) == ["sampler-3", "one"]
+
+
+def test_a_sequence_ends_with_the_first_text() -> None:
+    """Two tokens long, within a token, or never. Would not catch a tokenizer whose prefixes read differently."""
+    words = {1: "a", 2: "bc", 3: "d"}
+
+    def decode(ids: list[int]) -> str:
+        return "".join(words[one] for one in ids)
+
+    assert cut_at(("ab",), [3, 1, 2, 1, 2], decode) == 3 and cut_at(("cd", "b"), [1, 2, 3], decode) == 2
+    assert cut_at(("cb",), [1, 2, 3], decode) is None and cut_at(("a",), [], decode) is None
+    assert read_stops(["+", "ab", 7], SERVED, {"+": 14}.get) == ((14, 7), ("+", "ab"))
+    assert read_stops("ab", SERVED, {"+": 14}.get) == ((), ("ab",)) and read_stops(None, SERVED, {}.get) == (None, ())
 
 
 @given(st.binary(max_size=200))
