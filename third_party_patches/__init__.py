@@ -22,6 +22,7 @@ COMMON_PATCHES = (
     "third_party_patches.megatron_core.threaded_writer",
     "third_party_patches.vllm.queue_name",
     "third_party_patches.vllm.rank_order",
+    "third_party_patches.vllm.several_dp_groups",
     "third_party_patches.vllm.adapter_views",
     "third_party_patches.vllm.experts_without_adapters",
     "third_party_patches.vllm.routed_experts_everywhere",
@@ -50,6 +51,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.sinks_in_one_piece",
     "third_party_patches.vllm.kernel_scan",
     "third_party_patches.vllm.without_torchvision",
+    "third_party_patches.vllm.cpu_uneven_tokens",
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
 )

@@ -18,10 +18,10 @@ def judge_tp_size(config: RunConfig, spec: RoleSpec) -> int:
     return spec.megatron.tensor_model_parallel_size
 
 
-def engine_tp_size(config: RunConfig, pool: PoolSpec) -> int:
-    """The tensor parallelism of the engines of a pool; 1 where it has none."""
+def engine_replica_size(config: RunConfig, pool: PoolSpec) -> int:
+    """The ranks of a replica of the engines of a pool; 1 where it has none."""
     sizes = [judge_tp_size(config, role) for role in pool.roles if role.kind.judges]
-    sizes += [role.settings.tensor_model_parallel_size for role in pool.roles if role.kind.generates]
+    sizes += [role.settings.replica_size for role in pool.roles if role.kind.generates]
     return max(sizes, default=1)
 
 
@@ -33,6 +33,7 @@ def judge_engine_keys(config: RunConfig, spec: RoleSpec) -> RolloutConfig:
         pool=spec.pool,
         tensor_model_parallel_size=judge_tp_size(config, spec),
         expert_parallel_size=1,
+        data_parallel_size=1,
         kv_cache_memory_bytes=keys.kv_cache_memory_bytes,
         max_num_seqs=keys.max_num_seqs,
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, keys.max_num_seqs),

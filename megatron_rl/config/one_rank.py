@@ -34,8 +34,9 @@ def collapsed(config: Config) -> Config:
     for role in roles:
         _on_one_rank(role.megatron, shared.actor.megatron)
     shared.actor.megatron.param_offload = False
-    shared.rollout.kv_cache_memory_bytes *= shared.rollout.tensor_model_parallel_size
+    shared.rollout.kv_cache_memory_bytes *= shared.rollout.replica_size
     shared.rollout.tensor_model_parallel_size = shared.rollout.expert_parallel_size = 1
+    shared.rollout.data_parallel_size = 1
     if alone.trainer.rollout_ahead:
         # Nothing is generated while this rank trains: only unfinished responses outlive a step.
         alone.async_training.partial_rollout = True

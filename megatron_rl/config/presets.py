@@ -60,6 +60,7 @@ WITHOUT_SLICES = {
     "trainer.rollout_ahead": (0,),
     f"{ROLLOUT}.speculative": (None,),
     f"{ROLLOUT}.prefix_match_unit": (None,),
+    f"{ROLLOUT}.data_parallel_size": (1,),
     f"{ROLLOUT}.enable_rollout_routing_replay": (False,),
     f"{ACTOR}.router_replay.mode": ("disabled", "R2"),
 }

@@ -435,11 +435,11 @@ def elastic_pools(config: RunConfig) -> dict[str, ElasticPool]:
     rollout = config.actor_rollout_ref.rollout
     if not (config.generates and rollout.is_elastic):
         return {}
-    name, tp_size = rollout_pool(config), rollout.tensor_model_parallel_size
+    name, num_ranks = rollout_pool(config), rollout.replica_size
     size = pool_sizes(config)[name]
-    ranks_per_node = min(tp_size, size.num_ranks_per_node)
-    replica = replace(size, num_nodes=-(-tp_size // ranks_per_node), num_ranks_per_node=ranks_per_node)
-    return {name: ElasticPool(replica, rollout.min_replicas, rollout.max_replicas or size.world_size // tp_size)}
+    ranks_per_node = min(num_ranks, size.num_ranks_per_node)
+    replica = replace(size, num_nodes=-(-num_ranks // ranks_per_node), num_ranks_per_node=ranks_per_node)
+    return {name: ElasticPool(replica, rollout.min_replicas, rollout.max_replicas or size.world_size // num_ranks)}
 
 
 def needed_pools(config: RunConfig) -> list[PoolSpec]:

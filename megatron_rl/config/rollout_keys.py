@@ -105,10 +105,15 @@ class RolloutConfig:
     tensor_model_parallel_size: Size = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
     """Tensor parallel size of generation; it may differ from the training TP."""
     expert_parallel_size: Size = 1
-    """Expert parallel size of generation: 1, where TP cuts every expert, or tensor_model_parallel_size, where every
-    rank holds its share of the experts whole. It may differ from the training EP and ETP. Responses are the same."""
+    """Expert parallel size of generation: 1, where TP cuts every expert, or tensor_model_parallel_size *
+    data_parallel_size, where every rank holds its share of the experts whole. It may differ from the training EP and
+    ETP. Responses are the same."""
+    data_parallel_size: Size = 1
+    """Attention data parallelism (attention DP) of generation, with expert_parallel_size above 1: a replica is this
+    many TP groups, each with attention and requests of its own, which share the experts. No effect with
+    expert_parallel_size=1, where ranks / tensor_model_parallel_size replicas generate anyway."""
     max_num_seqs: Annotated[int, Ge(1), AtMost(2**20)] = 256
-    """Largest number of sequences that one replica decodes together."""
+    """Largest number of sequences that one replica decodes together; with attention DP, each TP group of it."""
     max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
     """Largest number of tokens in one engine step."""
     over_sample_rate: Annotated[float, Ge(0), Le(0.5)] = 0.0
@@ -202,8 +207,20 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def ep_size_at(self, tp_size: int) -> int:
-        """Return the expert parallel size at another TP size: that size where experts are whole on ranks, else 1."""
-        return tp_size if self.expert_parallel_size > 1 else 1
+        """Return the expert parallel size at another TP size: all ranks of a replica where experts are whole on ranks,
+        else 1.
+        """
+        return tp_size * self.attention_dp_size if self.expert_parallel_size > 1 else 1
+
+    @property
+    def attention_dp_size(self) -> int:
+        """TP groups of a replica."""
+        return self.data_parallel_size if self.expert_parallel_size > 1 else 1
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor_model_parallel_size * self.attention_dp_size
 
     @property
     def is_elastic(self) -> bool:

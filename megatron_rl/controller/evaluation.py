@@ -65,7 +65,7 @@ def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -
     """Generate responses to the prompts at these places, part by part, and append each part to the file of
     responses."""
     rollout = run.config.actor_rollout_ref.rollout
-    num_replicas = run.pools.placement.pool_of(ROLLOUT).world_size // rollout.tensor_model_parallel_size
+    num_replicas = run.pools.placement.pool_of(ROLLOUT).world_size // rollout.replica_size
     size = max(1, ROUNDS * rollout.max_num_seqs * num_replicas // num_samples)
     file = AppendedFile(folder / ANSWERS_FILE)
     try:

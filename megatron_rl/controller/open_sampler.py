@@ -81,7 +81,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Schedu
         sync_every=ahead.trigger_parameter_sync_step,
         first_step=first_step,
         slice_steps=ahead.slice_steps,
-        max_running=rollout.max_num_seqs,
+        max_running=rollout.max_num_seqs * rollout.attention_dp_size,
         max_queued=rollout.max_num_seqs // 16,  # for places that become free in a slice
         partial=ahead.partial_rollout,
         recompute_kv=ahead.kv_cache == "recompute",
@@ -103,7 +103,7 @@ def num_replicas_of(config: RunConfig, placement: Placement) -> int:
     pool = placement.pool_of(ROLLOUT)
     if (elastic := elastic_pools(config).get(pool.name)) is not None:
         return elastic.max_replicas
-    return pool.world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return pool.world_size // config.actor_rollout_ref.rollout.replica_size
 
 
 def with_all_replicas(config: RunConfig, replay: Path | None) -> RunConfig:

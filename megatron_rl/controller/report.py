@@ -185,6 +185,7 @@ def common_numbers(run: RunBase) -> dict[str, Any]:
         rollout = config.actor_rollout_ref.rollout
         layout["rollout_tp"] = rollout.tensor_model_parallel_size
         layout |= {"rollout_ep": rollout.expert_parallel_size} if rollout.expert_parallel_size > 1 else {}
+        layout |= {"rollout_dp": rollout.attention_dp_size} if rollout.attention_dp_size > 1 else {}
     emulated = [
         role.name for pool in placement.pools.values() for role in pool.megatron_roles if role.megatron.fp8_emulate
     ]

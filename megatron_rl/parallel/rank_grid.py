@@ -10,6 +10,8 @@ Rollout of TP size t_g, in blocks of lcm(t, t_g) consecutive ranks, with k = lcm
                       shard is inside the rollout shard it serves
 Each rollout TP group is one replica: it generates for its own prompts. Its ranks hold a part of every expert, or with
 expert parallelism whole experts: rank i of e_g = t_g the i-th share of them.
+With attention data parallelism d_g > 1 a replica is d_g rollout TP groups that share e_g = t_g * d_g shares of experts:
+the same arithmetic, with t_g * d_g in place of t_g, makes replicas, and TP groups are t_g consecutive ranks of each.
 """
 
 from __future__ import annotations
@@ -181,34 +183,52 @@ def train_grid(world_size: int, megatron: MegatronConfig) -> TrainGrid:
 class RolloutGrid:
     """The generation layout over the same ranks; raises ValueError when tp_size does not divide their number.
 
-    ep_size: 1, where TP cuts every expert, or tp_size, where every rank of a TP group holds its share of whole experts.
+    ep_size: 1, where TP cuts every expert, or tp_size * dp_size, where every rank of a replica holds its share of whole
+    experts. dp_size: TP groups of a replica, which share its experts and nothing else.
     Ranks ascend inside every group, because torch numbers the members of a group in that order.
     """
 
     train: TrainGrid
     tp_size: int
     ep_size: int = 1
+    dp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.ep_size not in (1, self.tp_size):
-            raise ValueError(f"rollout ep({self.ep_size}) is neither 1 nor rollout tp({self.tp_size})")
-        if self.train.world_size % self.tp_size:
-            raise ValueError(f"rollout tp({self.tp_size}) does not divide world_size({self.train.world_size})")
+        tp = f"rollout tp({self.tp_size})"
+        if self.dp_size > 1:
+            tp += f" * dp({self.dp_size})"
+        if self.ep_size != self.replica_size and (self.ep_size, self.dp_size) != (1, 1):
+            raise ValueError(f"rollout ep({self.ep_size}) is neither 1 nor {tp}")
+        if self.train.world_size % self.replica_size:
+            raise ValueError(f"{tp} does not divide world_size({self.train.world_size})")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of a replica."""
+        return self.tp_size * self.dp_size
 
     @property
     def block_size(self) -> int:
         """Consecutive ranks that are grouped among themselves: one training TP group, or several."""
-        return math.lcm(self.train.tp_size, self.tp_size)
+        return math.lcm(self.train.tp_size, self.replica_size)
 
     @property
     def micro_dp_size(self) -> int:
-        return self.block_size // self.tp_size
+        return self.block_size // self.replica_size
 
     @property
     def num_replicas(self) -> int:
-        return self.train.world_size // self.tp_size
+        return self.train.world_size // self.replica_size
 
     def tp_rank(self, rank: int) -> int:
+        return self.rank_in_replica(rank) % self.tp_size
+
+    def dp_rank(self, rank: int) -> int:
+        """Which TP group of its replica a rank is in."""
+        return self.rank_in_replica(rank) // self.tp_size
+
+    def rank_in_replica(self, rank: int) -> int:
+        """A rank's number in its replica, which with expert parallelism is its EP rank."""
         return rank % self.block_size // self.micro_dp_size
 
     def replica(self, rank: int) -> int:
@@ -217,9 +237,9 @@ class RolloutGrid:
 
     def place(self, rank: int, vocab_multiple: int) -> Place:
         """Where a rank's shards for generation lie: all tensors cut over the rollout TP group, and experts cut, too, or
-        dealt out whole.
+        dealt out whole over the replica.
         """
-        return rollout_place(self.tp_rank(rank), self.tp_size, self.ep_size, vocab_multiple)
+        return rollout_place(self.rank_in_replica(rank), self.tp_size, self.ep_size, vocab_multiple)
 
     def kept_share(self, rank: int, *, of_experts: bool) -> Fraction:
         """The part of its stage's cut weights that a rank has both in training and in generation: of experts, or of
@@ -232,13 +252,21 @@ class RolloutGrid:
         return experts * _common((mine.etp_rank, mine.etp_size), (needed.etp_rank, needed.etp_size))
 
     @property
-    def contains_training_experts(self) -> bool:
-        """Whether every rank's training shard of experts is inside of its shard for generation."""
-        whole = Fraction(1, self.train.ep_size * self.train.expert_tp_size)
-        return all(self.kept_share(rank, of_experts=True) == whole for rank in range(self.train.world_size))
+    def contains_training(self) -> bool:
+        """Whether every rank's training shards, of experts and of other tensors, are inside of those for generation."""
+        experts, others = Fraction(1, self.train.ep_size * self.train.expert_tp_size), Fraction(1, self.train.tp_size)
+        return all(
+            self.kept_share(rank, of_experts=True) == experts and self.kept_share(rank, of_experts=False) == others
+            for rank in range(self.train.world_size)
+        )
 
     def tp_groups(self) -> list[list[int]]:
-        """Strided groups, in replica order, each ascending."""
+        """Ranks that share all tensors but whole experts, each group ascending, in the order of replicas."""
+        size = self.tp_size
+        return [replica[i : i + size] for replica in self.replicas() for i in range(0, self.replica_size, size)]
+
+    def replicas(self) -> list[list[int]]:
+        """Strided groups that generate together, in replica order, each ascending."""
         k = self.micro_dp_size
         return [block[i::k] for block in self._blocks() for i in range(k)]
 
@@ -258,13 +286,16 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> Fraction:
     return max(Fraction(0), min(Fraction(i + 1, n), Fraction(j + 1, m)) - max(Fraction(i, n), Fraction(j, m)))
 
 
-def rollout_place(tp_rank: int, tp_size: int, ep_size: int, vocab_multiple: int) -> Place:
-    """The place of a rank of a rollout TP group; ep_size: 1 or tp_size."""
+def rollout_place(rank: int, tp_size: int, ep_size: int, vocab_multiple: int) -> Place:
+    """The place of a rank of a replica, by its number there; ep_size: 1, or the ranks of the replica."""
+    tp_rank = rank % tp_size
     if ep_size == 1:
         return Place(tp_rank, tp_size, vocab_multiple, etp_rank=tp_rank, etp_size=tp_size)
-    return Place(tp_rank, tp_size, vocab_multiple, ep_rank=tp_rank, ep_size=ep_size)
+    return Place(tp_rank, tp_size, vocab_multiple, ep_rank=rank, ep_size=ep_size)
 
 
 def rollout_grid(train: TrainGrid, rollout: RolloutConfig) -> RolloutGrid:
     """The generation layout of a pool. Raises ValueError for sizes that do not divide."""
-    return RolloutGrid(train, rollout.tensor_model_parallel_size, rollout.expert_parallel_size)
+    return RolloutGrid(
+        train, rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.attention_dp_size
+    )

@@ -16,12 +16,16 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 
 @dataclass(frozen=True)
 class RolloutGroups:
-    """One rank's place in the rollout grid; `ranks` are the members of vLLM's own `tp_group`."""
+    """One rank's place in the rollout grid; `ranks` are the members of vLLM's own `tp_group`.
+
+    dp_group: the ranks with this `tp_rank` in the replica's TP groups, over gloo.
+    """
 
     grid: RolloutGrid
     rank: int
     ranks: tuple[int, ...]
     tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
 
     @property
     def replica(self) -> int:
@@ -38,15 +42,20 @@ def rank_order(grid: RolloutGrid) -> list[int]:
 
 
 def read_rollout_groups(grid: RolloutGrid) -> RolloutGroups:
-    """vLLM's TP group as the engine built it; every rank may call, after the engine exists.
+    """vLLM's TP and DP groups as the engine built them; every rank may call, after the engine exists.
 
-    Raises RuntimeError if vLLM's group differs from the grid's group of this rank.
+    Raises RuntimeError if one of them differs from the grid's group of this rank.
     """
     from vllm.distributed import parallel_state as vllm_ps
 
     rank = dist.get_rank()
-    coordinator = vllm_ps.get_tp_group()
-    expected = grid.tp_groups()[grid.replica(rank)]
-    if list(coordinator.ranks) != expected:
-        raise RuntimeError(f"rank {rank}: vLLM's TP group is {coordinator.ranks}, the rollout grid says {expected}")
-    return RolloutGroups(grid=grid, rank=rank, ranks=tuple(coordinator.ranks), tp_group=coordinator.device_group)
+    replica, tp, dp = grid.replicas()[grid.replica(rank)], vllm_ps.get_tp_group(), vllm_ps.get_dp_group()
+    place = grid.rank_in_replica(rank)
+    first = place // grid.tp_size * grid.tp_size
+    expected = {"TP": replica[first : first + grid.tp_size], "DP": replica[place % grid.tp_size :: grid.tp_size]}
+    for name, coordinator in {"TP": tp, "DP": dp}.items():
+        if list(coordinator.ranks) != expected[name]:
+            raise RuntimeError(
+                f"rank {rank}: vLLM's {name} group is {coordinator.ranks}, in the rollout grid it is {expected[name]}"
+            )
+    return RolloutGroups(grid, rank, tuple(tp.ranks), tp.device_group, dp.cpu_group)

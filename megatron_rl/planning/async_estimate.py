@@ -176,7 +176,7 @@ def ahead_plan(
     placement, rollout = models.placement, config.actor_rollout_ref.rollout
     if not config.trainer.rollout_ahead or placement.is_colocated:
         return None
-    grain, num_ranks = rollout.tensor_model_parallel_size, placement.pool_of(ROLLOUT).world_size
+    grain, num_ranks = rollout.replica_size, placement.pool_of(ROLLOUT).world_size
     num_replicas = num_ranks // grain
     lengths = batch_lengths(load, min(num_replicas, MOST_REPLICAS), num_replicas)
     rules = simulated_rules(config, load, num_replicas)

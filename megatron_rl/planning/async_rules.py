@@ -69,7 +69,7 @@ def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
     pools, sizes = {role.name: role.pool for role in roles_of(config)}, pool_sizes(config)
     if pools[ROLLOUT] == pools[ACTOR] or pools[ROLLOUT] not in sizes:
         return
-    num_replicas = sizes[pools[ROLLOUT]].world_size // rollout.tensor_model_parallel_size
+    num_replicas = sizes[pools[ROLLOUT]].world_size // rollout.replica_size
     if rollout.min_replicas > (rollout.max_replicas or num_replicas):
         of = f"{high}={rollout.max_replicas}" if rollout.max_replicas else f"the {num_replicas} replicas of the pool"
         yield Violation({low: rollout.min_replicas}, f"must be <= {of}", {low: rollout.max_replicas or num_replicas})

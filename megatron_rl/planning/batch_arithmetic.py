@@ -27,7 +27,7 @@ def _ppo_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     pp, vpp = actor.megatron.pipeline_model_parallel_size, megatron_chunks(actor.megatron)
     layout, dp = _layout_rows(config, actor.pool, actor.megatron)
-    replicas = _exact(_world_size(used_pools(config), rollout_pool(config)), rollout.tensor_model_parallel_size)
+    replicas = _exact(_world_size(used_pools(config), rollout_pool(config)), rollout.replica_size)
 
     batch = config.batch_sizes
     prompts, n, samples = batch.num_prompts, batch.samples_per_prompt, batch.num_samples

@@ -16,7 +16,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import ImageForm, Model
 from megatron_rl.model.parts import FP32
 from megatron_rl.planning.hardware import Hardware
-from megatron_rl.planning.time import MEMORY_EFFICIENCY, Busy, Layout
+from megatron_rl.planning.layout_sizes import Layout
+from megatron_rl.planning.time import MEMORY_EFFICIENCY, Busy
 
 SETTINGS_FILE = "preprocessor_config.json"
 ROUND_BYTES = 4 << 20

@@ -19,6 +19,7 @@ from megatron_rl.planning.folder_checks import ModelSizes
 from megatron_rl.planning.stage_rules import SHARES, pp_sizes, stage_problems
 
 EP_KEY = f"{ROLLOUT}.expert_parallel_size"
+DP_KEY = f"{ROLLOUT}.data_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
         return
     key, world_size, in_place = f"{ROLLOUT}.tensor_model_parallel_size", pool.world_size, pool.name == shared.actor.pool
     model = next((model for model in models if model.path == shared.model.path), None)
-    every = divisors(world_size)
+    dp_size = rollout.attention_dp_size
+    every = divisors(world_size // dp_size) if world_size % dp_size == 0 else []
     fitting = [size for size in every if model is None or not rollout_misfits(model, size, rollout.ep_size_at(size))]
     drops = rollout.drop_train_weights and in_place
     etp_size = shared.actor.megatron.expert_tensor_parallel_size
@@ -150,13 +152,18 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
     fitting = engine_tp_sizes(config.trainer.device, fitting)
     nearest = {key: nearest_number(tp_size, fitting or [1])}
     if rollout.expert_parallel_size > 1:
-        nearest[EP_KEY] = nearest[key]
+        nearest[EP_KEY] = nearest[key] * dp_size
     if not engine_tp_sizes(config.trainer.device, [tp_size]):
         sizes = ", ".join(map(str, CPU_TP_SIZES))
         yield Violation({key: tp_size}, f"must be one of {sizes} on trainer.device=cpu, as vLLM's all-reduce", nearest)
     # On the actor's ranks a rollout TP that is training's is refused by training's rules: one message is enough.
-    if world_size % tp_size and not (in_place and tp_size == train_tp):
-        where = "" if in_place else f" of {pool.name} ({pool.size})"
+    where = "" if in_place else f" of {pool.name} ({pool.size})"
+    if dp_size > 1 and world_size % rollout.replica_size:
+        given, subject = {DP_KEY: dp_size, key: tp_size}, f"tp({tp_size}) * dp({dp_size}) of {ROLLOUT}"
+        fits = {DP_KEY: nearest_number(dp_size, divisors(world_size // tp_size) if world_size % tp_size == 0 else [1])}
+        fits[EP_KEY] = tp_size * fits[DP_KEY]
+        yield Violation(given, f"must divide the {world_size} ranks{where}", fits, subject=subject)
+    elif world_size % tp_size and not (in_place and tp_size == train_tp):
         yield Violation({key: tp_size}, f"must divide the {world_size} ranks{where}", nearest)
     if model is not None:
         for name, rule in rollout_misfits(model, tp_size, rollout.ep_size_at(tp_size)).items():
@@ -178,13 +185,13 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
 
 def rollout_misfits(model: ModelSizes, tp_size: int, ep_size: int) -> dict[str, str]:
     """Sizes of the model that a rollout TP and EP do not fit, by name. Key/value heads are repeated on surplus ranks.
-    ep_size: 1 or tp_size.
+    ep_size: 1, or the ranks of a replica.
     """
     heads = model.num_key_value_heads
     misfits = {
         name: f"divide {name}({size})"
         for name, size in model.rollout_divides(ep_size).items()
-        if size % tp_size and name != "num_key_value_heads"
+        if size % (ep_size if name == "num_experts" else tp_size) and name != "num_key_value_heads"
     }
     if heads % tp_size and tp_size % heads:
         misfits["num_key_value_heads"] = f"divide or be a multiple of num_key_value_heads({heads})"
@@ -195,21 +202,32 @@ def rollout_expert_problems(config: RunConfig, pool: PoolSpec, model: ModelSizes
     """Rollout EP above 1 against rollout TP, the model and, where the training weights are dropped, their experts."""
     shared, megatron = config.actor_rollout_ref, config.actor_rollout_ref.actor.megatron
     tp_size, ep_size = shared.rollout.tensor_model_parallel_size, shared.rollout.expert_parallel_size
+    dp_size, replica_size = shared.rollout.attention_dp_size, shared.rollout.replica_size
     given = {EP_KEY: ep_size}
     if model is not None and not model.num_experts:
         yield Violation(given, f"needs a model with experts, and {model.path} has none", {EP_KEY: 1})
-    elif ep_size != tp_size:
+    elif ep_size != replica_size:
         search = ""
-        if pool.world_size % ep_size == 0 and (model is None or not rollout_misfits(model, ep_size, ep_size)):
-            search = f"or {ROLLOUT}.tensor_model_parallel_size={ep_size}, with which this EP is possible"
-        rule = f"must be 1 or {ROLLOUT}.tensor_model_parallel_size({tp_size}), as vLLM deals experts out over TP ranks"
-        yield Violation(given, rule, {EP_KEY: tp_size}, search)
+        if pool.world_size % ep_size == 0 and (model is None or not rollout_misfits(model, 1, ep_size)):
+            search = f"or {DP_KEY}={ep_size // math.gcd(ep_size, tp_size)}"
+            search += f" with {ROLLOUT}.tensor_model_parallel_size={math.gcd(ep_size, tp_size)}"
+            search += ", with which this EP is possible"
+        over = f"{ROLLOUT}.tensor_model_parallel_size({tp_size})" + f" * {DP_KEY}({dp_size})" * (dp_size > 1)
+        rule = f"must be 1 or {over}, as vLLM deals experts out over all ranks of a replica"
+        yield Violation(given, rule, {EP_KEY: replica_size}, search)
+    elif min(tp_size, dp_size) > 1 and model is not None and model.shared_experts:
+        rule = f"must be 1 with rollout tp({tp_size}): next to both, vLLM has the shared experts of {model.path} whole"
+        whole = f"or {ROLLOUT}.tensor_model_parallel_size=1, {DP_KEY}={ep_size}"
+        yield Violation({DP_KEY: dp_size}, rule, {DP_KEY: 1, EP_KEY: tp_size}, whole)
+    elif dp_size > 1 and (judges := [role.name for role in pool.roles if role.kind.judges]):
+        rule = f"must be 1 on the ranks of {judges[0]}: vLLM has one set of groups in a process, and a judge has no DP"
+        yield Violation({DP_KEY: dp_size}, rule, {DP_KEY: 1, EP_KEY: tp_size})
     elif shared.rollout.drop_train_weights and pool.name == shared.actor.pool:
         try:
-            grid = RolloutGrid(train_grid(pool.world_size, megatron), tp_size, ep_size)
+            grid = RolloutGrid(train_grid(pool.world_size, megatron), tp_size, ep_size, dp_size)
         except ValueError:
             return  # other checks report it
-        if not grid.contains_training_experts:
+        if not grid.contains_training:
             ep, etp = grid.train.ep_size, grid.train.expert_tp_size
             rule = (
                 f"must be such that the experts of each rank's training shard (ep({ep}), etp({etp})) are among those "

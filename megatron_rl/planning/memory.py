@@ -271,7 +271,8 @@ class MemoryOfStage:
         """Return what vLLM holds."""
         rollout = self.config.actor_rollout_ref.rollout
         tp_size = rollout.tensor_model_parallel_size
-        activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size)
+        dp_size = rollout.attention_dp_size
+        activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size, dp_size)
         return {
             **({} if self.is_split else self.models.served_bytes(self.pp_rank)),
             "KV cache": rollout.kv_cache_memory_bytes,
@@ -296,16 +297,18 @@ def judge_bytes(models: RunModels, pool: PoolModels, role: RoleSpec, pp_rank: in
     }
 
 
-def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
+def engine_bytes(config: RunConfig, model: Model, element: int, tp: int, dp_size: int = 1) -> int:
     """Return an estimate of what vLLM needs in addition to weights and cache: the tokens of a step through one layer,
     the largest weight that a product makes of codes, and the gathered float32 logits of all sequences, with a copy for
-    filtering and one for log-probs.
+    filtering and one for log-probs. dp_size: attention DP.
     """
     rollout, shape = config.actor_rollout_ref.rollout, model.shape
     # A step takes at most whole prompts, or one token of each sequence.
     tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
     parts = max(sum(part.engine_elements(tp) for part in layer.parts) for layer in model.kinds)
-    layer = (tokens * (4 * shape.hidden_size + parts) + product_numel(config, model, tp)) * element
+    # With attention DP a layer gathers the tokens of all TP groups for its experts, and sums for all of them.
+    gathered = 2 * tokens * dp_size * shape.hidden_size if dp_size > 1 else 0
+    layer = (tokens * (4 * shape.hidden_size + parts) + gathered + product_numel(config, model, tp)) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
 
 

@@ -220,7 +220,8 @@ def pool_row(pool: PoolModels) -> tuple[str, ...]:
         sizes |= {"EP": grid.ep_size, "DP": grid.num_replicas // cp_size}
         layouts.append(" ".join(f"{name}{value}" for name, value in sizes.items() if value > 1 or name in SHOWN_SIZES))
     if pool.rollout is not None:
-        layouts.append(f"rollout TP{pool.rollout.tp_size} x {pool.rollout.num_replicas}")
+        attention_dp = f" DP{pool.rollout.dp_size}" * (pool.rollout.dp_size > 1)
+        layouts.append(f"rollout TP{pool.rollout.tp_size}{attention_dp} x {pool.rollout.num_replicas}")
     return (
         pool.spec.name,
         f"{size.num_nodes} x {size.num_ranks_per_node}",
@@ -248,6 +249,7 @@ def pool_as_json(pool: PoolModels) -> dict[str, Any]:
     if pool.rollout is not None:
         content |= {"rollout_tp": pool.rollout.tp_size, "rollout_replicas": pool.rollout.num_replicas}
         content |= {"rollout_ep": pool.rollout.ep_size} if pool.rollout.ep_size > 1 else {}
+        content |= {"rollout_dp": pool.rollout.dp_size} if pool.rollout.dp_size > 1 else {}
     return content
 
 

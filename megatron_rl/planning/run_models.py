@@ -173,7 +173,8 @@ class RunModels:
         layout, rollout = self.training.spec.layout, self.config.actor_rollout_ref.rollout
         names = [field.name for field in fields(layout) if field.name.endswith("parallel_size")]
         training = [getattr(layout, name) for name in (*names, *UNEVEN_STAGES, *COUNTED_PARTS)]
-        generation = (rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.drop_train_weights)
+        sizes = (rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.attention_dp_size)
+        generation = (*sizes, rollout.drop_train_weights)
         return (*training, *generation, self.training.spec.size)
 
     @property

@@ -22,10 +22,11 @@ from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.planning.follower_transfers import follower_transfers
 from megatron_rl.planning.hardware import Hardware, Overheads
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.memory import GEN, IMAGES, RESHARD, phase_order
 from megatron_rl.planning.run_models import PoolModels, RunModels, host_copy_bytes
 from megatron_rl.planning.step_load import Load
-from megatron_rl.planning.time import FP32, Estimator, Layout, ModelCost
+from megatron_rl.planning.time import FP32, Estimator, ModelCost
 from megatron_rl.planning.transition import TransitionPlan
 
 CALL_SECONDS = Overheads().call
@@ -251,7 +252,8 @@ def generation_seconds(estimator: Estimator, load: Load, config: RunConfig) -> f
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Return the time estimator of the actor's model on the ranks that generate, whose training may be another's."""
     size = models.generating.spec.size
-    layout = Layout(models.generating.grid.world_size, size.num_ranks_per_node, rollout_tp=models.rollout.tp_size)
+    num_ranks, rollout = models.generating.grid.world_size, models.rollout
+    layout = Layout(num_ranks, size.num_ranks_per_node, rollout_tp=rollout.tp_size, rollout_dp=rollout.dp_size)
     lora = models.actor_role.lora
     cost = ModelCost.of(models.actor, lora if lora.crosses_alone else None)
     return Estimator(cost, layout, hardware, models.actor_role.megatron.dtype)

@@ -24,6 +24,7 @@ from megatron_rl.model.families import HEAD, Model
 from megatron_rl.planning.adapter_costs import num_adapter_params
 from megatron_rl.planning.answer_lengths import Lengths
 from megatron_rl.planning.hardware import Hardware, Overheads, latency
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.weights import EMBEDDING, is_tied
 
@@ -150,48 +151,16 @@ class ModelCost:
         unseen = sum(number * (1 - share_read(int(length), cp_size, window)) for window, number in self.windows)
         return 1 - unseen / self.num_layers
 
-    def read_bytes(self, num_tokens: float) -> float:
+    def read_bytes(self, num_tokens: float, sharing: int = 1) -> float:
         """Return the bytes of weights that a step of `num_tokens` reads: of the experts those that any token is routed
         to.
+
+        sharing: groups of ranks, with as many tokens each, which share the experts, so that each reads a part of them.
         """
         seen = 1.0
         if self.num_experts:
-            seen = 1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens
-        return self.num_params * BF16 * (1 - self.experts_share * (1 - seen)) + self.adapter_params * BF16
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Parallel sizes of training and generation on `num_gpus` GPUs.
-
-    stage_layers: layers of each stage; None: equal. etp: TP of experts; None: tp.
-    """
-
-    num_gpus: int
-    gpus_per_node: int
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    rollout_tp: int = 1
-    cp: int = 1
-    cp_comm_type: str = "p2p"
-    stage_layers: tuple[int, ...] | None = None
-    etp: int | None = None
-
-    @property
-    def dp(self) -> int:
-        """Copies of the model in training; CP of them share every sequence."""
-        return self.num_gpus // (self.tp * self.pp)
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that share all experts of a stage: EP x ETP consecutive ones."""
-        return self.ep * (self.tp if self.etp is None else self.etp)
-
-    @property
-    def replicas(self) -> int:
-        return self.num_gpus // self.rollout_tp
+            seen = 1 - (1 - self.experts_per_token / self.num_experts) ** (num_tokens * sharing)
+        return self.num_params * BF16 * (1 - self.experts_share * (1 - seen / sharing)) + self.adapter_params * BF16
 
 
 @dataclass(frozen=True)
@@ -467,16 +436,22 @@ class Estimator:
         """Return the seconds of one token for each of `sequences`: the slower of memory and compute, traffic,
         overhead.
         """
-        tp, gpu = self.layout.rollout_tp, self.hardware
+        tp, dp, gpu = self.layout.rollout_tp, self.layout.rollout_dp, self.hardware
         cache = sequences * context * self.model.kv_bytes_per_token / min(tp, self.model.kv_ranks or tp)
-        read = (self.model.read_bytes(sequences) / tp + cache) / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
+        read = (self.model.read_bytes(sequences, dp) / tp + cache) / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
         flops = sequences * self.model.forward_flops(context) / tp
         compute = flops / (gpu.flops(self.dtype) * gpu.matmul_efficiency)
         traffic = 0.0
         if tp > 1:
             message = sequences * self.model.hidden * BF16
             traffic = 2 * self.model.num_layers * self._all_reduce(message, tp) + self._step_latency(load)
+        traffic += self._shared_experts(sequences)
         return max(read, compute) + traffic + self._step_overhead(load, sequences)
+
+    def _shared_experts(self, tokens: float) -> float:
+        """Return the seconds in which groups that share experts gather the tokens of all and scatter their sums."""
+        dp = self.layout.rollout_dp
+        return self.model.num_layers * self._all_reduce(dp * tokens * self.model.hidden * BF16, dp)
 
     def _step_latency(self, load: Load) -> float:
         """Return the latency of a decode step's collectives: two per layer, and where measured also two at the ends."""
@@ -495,4 +470,5 @@ class Estimator:
     def _prefill(self, tokens: float, length: float) -> float:
         tp, gpu = self.layout.rollout_tp, self.hardware
         compute = tokens * self.model.forward_flops(length) / tp / (gpu.flops(self.dtype) * gpu.matmul_efficiency)
-        return compute + 2 * self.model.num_layers * self._all_reduce(tokens * self.model.hidden * BF16, tp)
+        summed = 2 * self.model.num_layers * self._all_reduce(tokens * self.model.hidden * BF16, tp)
+        return compute + summed + self._shared_experts(tokens)

@@ -18,7 +18,8 @@ from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import TrainedWeights
 
 EVENLY_CUT, WHOLE_EXPERTS = "M / rollout TP - M / (TP x PP)", "M / rollout TP - weights that a rank has in both"
-"""Closed forms in place, with experts that rollout TP cuts or with whole ones."""
+SHARED_EXPERTS = "dense / rollout TP + experts / rollout EP - weights that a rank has in both"
+"""Closed forms in place, with experts that rollout TP cuts, with whole ones, and with those that TP groups share."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class TransitionPlan:
         grid, rollout = models.grid, models.rollout
         held, formula = model_bytes / (grid.tp_size * grid.pp_size), EVENLY_CUT
         if rollout.ep_size > 1:
-            held, formula = model_bytes * kept_share(models), WHOLE_EXPERTS
-        bound = max(0.0, model_bytes / rollout.tp_size - held)
+            held = model_bytes * kept_share(models)
+            formula = WHOLE_EXPERTS if rollout.dp_size == 1 else SHARED_EXPERTS
+        bound = max(0.0, model_bytes * needed_share(models) - held)
         return cls(tuple(network), tuple(link), model_bytes, bound, formula=formula)
 
     @classmethod
@@ -85,7 +87,7 @@ class TransitionPlan:
         """
         (tensors, size), rollout = transferred(models, weights.params.specs), models.rollout
         received, biases = [], bias_bytes(models)
-        for rank in rollout.tp_groups()[0]:
+        for rank in rollout.replicas()[0]:
             shards = [shard_of(tensor, rollout.place(rank, VOCAB_PADDING)) for tensor in tensors.values()]
             numel = sum(box_numel(part.box) for shard in shards for part in shard.parts)
             received.append(numel * size + biases)
@@ -95,7 +97,7 @@ class TransitionPlan:
             tuple(received),
             (0,) * len(received),
             model_bytes + biases,
-            model_bytes / rollout.tp_size + biases,
+            model_bytes * needed_share(models) + biases,
             (first + biases, *others),
         )
 
@@ -140,13 +142,27 @@ class TransitionPlan:
 
 def kept_share(models: RunModels) -> float:
     """Return the mean share of a model that a rank has in training and in generation, of stages that are alike."""
-    rollout, tensors = models.rollout, tensors_of(models.actor.specs).values()
-    experts = sum(tensor.numel for tensor in tensors if tensor.is_expert) / sum(tensor.numel for tensor in tensors)
+    rollout, experts = models.rollout, experts_share(models)
     ranks = models.grid.exchange_group(0)
     of_dense, of_experts = (
         statistics.fmean(rollout.kept_share(rank, of_experts=which) for rank in ranks) for which in (False, True)
     )
     return ((1 - experts) * of_dense + experts * of_experts) / models.grid.pp_size
+
+
+def needed_share(models: RunModels) -> float:
+    """Return the share of a model with which a rank generates: TP cuts all but experts, which the replica shares."""
+    rollout = models.rollout
+    if rollout.dp_size == 1:
+        return 1 / rollout.tp_size
+    experts = experts_share(models)
+    return (1 - experts) / rollout.tp_size + experts / rollout.ep_size
+
+
+def experts_share(models: RunModels) -> float:
+    """Return the share of the policy's weights that experts have."""
+    tensors = tensors_of(models.actor.specs).values()
+    return sum(tensor.numel for tensor in tensors if tensor.is_expert) / sum(tensor.numel for tensor in tensors)
 
 
 def bias_bytes(models: RunModels) -> int:

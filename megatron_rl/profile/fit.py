@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_rl.planning.hardware import Hardware, Overheads
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.step_load import COLLECTIVE_LATENCY, Load
 from megatron_rl.planning.time import (
     ALL_COLLECTIVES,
@@ -20,7 +21,6 @@ from megatron_rl.planning.time import (
     LINK_EFFICIENCY,
     MEMORY_EFFICIENCY,
     Estimator,
-    Layout,
     ModelCost,
 )
 from megatron_rl.profile.samples import (

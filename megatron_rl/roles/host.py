@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from megatron_rl.checkpoint.contents import reference_of
 from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.checkpoint.model_folder import model_folders
-from megatron_rl.config.judge_engine import engine_tp_size
+from megatron_rl.config.judge_engine import engine_replica_size
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
@@ -92,7 +92,7 @@ class RankHost:
     @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
         """This rank's coordinates, for the controller's dispatch."""
-        rank, grid = self.groups.rank, RolloutGrid(self.groups.grid, engine_tp_size(self.config, self.spec))
+        rank, grid = self.groups.rank, RolloutGrid(self.groups.grid, engine_replica_size(self.config, self.spec))
         return Coordinates(
             rank=rank,
             dp_rank=self.groups.dp_rank,

@@ -204,10 +204,10 @@ class Rollout(Role):
 
         The actor's own memory cannot change before the next `exit`.
         """
-        from megatron_rl.rollout.in_flight_requests import of_ranks
+        from megatron_rl.rollout.in_flight_requests import of_replica
 
         if isinstance(self.weights, ReceivedWeights):
-            reasons = [reason for reason in of_ranks(self._received.lacks(version)) if reason]
+            reasons = [reason for reason in of_replica(self._received.lacks(version)) if reason]
             if reasons:
                 return reasons[0]
             self._received.take(version)

@@ -51,7 +51,7 @@ def engine_arguments(
         "load_format": LOAD_FORMAT,
         "dtype": dtype,
         "tensor_parallel_size": config.tensor_model_parallel_size,
-        "enable_expert_parallel": config.expert_parallel_size > 1,
+        **experts_on_ranks(config),
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": config.enforce_eager,
         "skip_tokenizer_init": True,
@@ -93,6 +93,11 @@ def engine_arguments(
             "additional_config": {"tp_rank": tp_rank, **GATED_DELTA},
         }
     return arguments
+
+
+def experts_on_ranks(config: RolloutConfig) -> dict[str, Any]:
+    """Whether ranks have whole experts, and the TP groups of a replica that share them."""
+    return {"enable_expert_parallel": config.expert_parallel_size > 1, "data_parallel_size": config.attention_dp_size}
 
 
 def with_cache_pool(arguments: dict[str, Any], tag: str) -> dict[str, Any]:

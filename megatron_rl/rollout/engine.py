@@ -29,6 +29,7 @@ from megatron_rl.rollout.bitwise_model import compute_bitwise
 from megatron_rl.rollout.image_inputs import reading_features, without_tokens
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
 from megatron_rl.rollout.kv_cache import POOL, KVCache
+from megatron_rl.rollout.replica_groups import ReplicaGroups
 from megatron_rl.rollout.shared_weights import MTPModel, register_shared_loader
 from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.adapter_views import using_adapters
@@ -126,7 +127,7 @@ class EngineAdapters(NamedTuple):
 
 
 class RolloutEngine:
-    """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
+    """One rank's vLLM engine. All ranks of a replica must call every method with the same arguments.
 
     tensors: vLLM parameter name -> tensor of this rank's shard. They must be readable during construction, which may
     capture graphs over them, and must never move again.
@@ -198,7 +199,8 @@ class RolloutEngine:
         self.kv_cache = KVCache(list(runner.kv_caches), cache_pool)
         self._places = places(self._models, self.kv_cache.tensors)
         request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
-        self.requests = InFlightRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)
+        among = ReplicaGroups(self.groups.dp_group)
+        self.requests = InFlightRequests(self.llm.llm_engine, among, eos_token_ids, routed_layers or (), request)
 
     def wake(self) -> None:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
@@ -222,12 +224,13 @@ class RolloutEngine:
             )
 
     def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
-        """Run a slice: see `InFlightRequests`. Raises RuntimeError if the ranks of the replica differ in it."""
+        """Run a slice: see `InFlightRequests`. Raises RuntimeError if the ranks of a TP group differ in it."""
         drawn, num_steps = self.requests.advance(order)
+        self.cache_peak.share = self.requests.groups.largest(self.cache_peak.share)
         results = of_ranks(f"{num_steps} steps, {digest(drawn)}")
         if len(set(results)) > 1:
             raise RuntimeError(
-                f"the ranks of one replica sampled different tokens or log-probs in one slice: {results}"
+                f"the ranks of one TP group sampled different tokens or log-probs in one slice: {results}"
             )
         return drawn, num_steps
 

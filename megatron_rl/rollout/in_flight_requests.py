@@ -29,6 +29,7 @@ from megatron_rl.records import Sampling
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.draft_meter import DraftMeter
 from megatron_rl.rollout.image_inputs import prompt_of
+from megatron_rl.rollout.replica_groups import ReplicaGroups, share_out
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
 from third_party_patches.vllm.reports_at_the_end import report_rest
 
@@ -76,10 +77,11 @@ class NewTokens:
 
 
 class InFlightRequests:
-    """The unfinished requests of one engine. All ranks of a rollout TP group must make the same calls.
+    """The unfinished requests of one engine. All ranks of a replica must make the same calls.
 
-    routed_layers: the layers that have experts, of an engine that returns the experts of every token. adapter: what
-    every request names, if the engine reads one.
+    groups: the replica's TP groups, each of which has its share of the requests in its engine. routed_layers: the
+    layers that have experts, of an engine that returns the experts of every token. adapter: what every request names,
+    if the engine reads one.
     An engine that schedules asynchronously has a step running while it reports another one: its slices count no steps,
     and end after the last step that was scheduled.
     """
@@ -87,27 +89,30 @@ class InFlightRequests:
     def __init__(
         self,
         engine: LLMEngine,
+        groups: ReplicaGroups,
         eos_token_ids: Sequence[int],
         routed_layers: Sequence[int] = (),
         adapter: LoRARequest | None = None,
     ) -> None:
-        self._engine, self._core = engine, engine.engine_core.engine_core
+        self._engine, self._core, self.groups = engine, engine.engine_core.engine_core, groups
         self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
         self._adapter = adapter
         self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
         cache = engine.vllm_config.cache_config
         self._shares_parts = cache.prefix_match_unit not in (None, cache.block_size)
         self._images: dict[str, MultiModalKwargsItem] = {}  # key -> images of one slice's starts
-        self._names: dict[int, str] = {}  # request -> vLLM's own name for it
+        self._names: dict[int, str] = {}  # request of this group -> vLLM's own name for it
+        self._places: dict[int, int] = {}  # unfinished request of the replica -> its group
         self._routed: set[int] = set()  # unfinished requests whose experts are returned
 
     @property
     def unfinished(self) -> tuple[int, ...]:
         """Numbers of the requests that continue with the next slice, in the order of their starts."""
-        return tuple(self._names)
+        return tuple(self._places)
 
     def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
-        """Drop, start and step; returns the new tokens of each request that has any, and the number of steps.
+        """Drop, start and step; returns the new tokens of each request that has any, and the number of steps. Ranks of
+        the first TP group return those of the whole replica, others those of their own group.
 
         The engine must have the weights of `order.version`. If nothing is unfinished after the drops, the slice begins
         with an empty prefix cache, so that its tokens do not depend on earlier requests; not with
@@ -116,21 +121,26 @@ class InFlightRequests:
         """
         self._check(order)
         for request in order.drops:
-            # One by one: vLLM frees several requests in the order of a set of strings, which differs between ranks.
-            self._engine.abort_request([self._names.pop(request)], internal=True)
-            self._routed.discard(request)
-        if not (self._names or order.keeps_prefixes):
+            if self._places.pop(request) == self.groups.dp_rank:
+                # One by one: vLLM frees several requests in the order of a set of strings, which differs between ranks.
+                self._engine.abort_request([self._names.pop(request)], internal=True)
+                self._routed.discard(request)
+        if not (self._places or order.keeps_prefixes):
             forget_prefixes(self._engine)
+        places = share_out(order.starts, self._places, self.groups.dp_size)
+        self._places |= places
+        starts = tuple(start for start in order.starts if places[start.request] == self.groups.dp_rank)
         # A slice that ends with its last request reports each once, at its end: reports of single steps cost time.
         kind = RequestOutputKind.FINAL_ONLY if order.num_steps is None else RequestOutputKind.DELTA
-        now, later = apart(order.starts) if self._shares_parts else (order.starts, ())
+        now, later = apart(starts) if self._shares_parts else (starts, ())
         for start in now:
             self._start(start, order.version, kind)
         names = dict(self._names)
         new = NewTokens()
         num_steps = 0
         with counting("responses", len(self._names) + len(later)):
-            while (self._names or later) and num_steps != order.num_steps:
+            while num_steps != order.num_steps and self.groups.any(bool(self._names or later)):
+                self._engine.should_execute_dummy_batch = not (self._names or later)
                 for output in self._engine.step():
                     self._take(output, new)
                 num_steps += 1
@@ -152,7 +162,10 @@ class InFlightRequests:
             drafts = None if self._meter is None else self._meter.take(names[request], len(token_ids))
             log_probs, ended = tuple(new.log_probs[request]), new.finish.get(request, "")
             drawn[request] = Drawn(tuple(token_ids), log_probs, ended, new.experts.get(request), drafts)
-        return drawn, num_steps
+        for ended_there in self.groups.all(list(new.finish)):
+            for request in ended_there:
+                del self._places[request]
+        return self.groups.collect(drawn), num_steps
 
     def _take(self, output: Any, new: NewTokens) -> None:
         """Add vLLM's output of a request to those of the slice."""
@@ -189,7 +202,7 @@ class InFlightRequests:
                 f"a slice of {order.num_steps} engine steps needs an engine without asynchronous scheduling "
                 "(actor_rollout_ref.rollout.async_scheduling=false)"
             )
-        here = set(self._names)
+        here = set(self._places)
         for request in order.drops:
             if request not in here:
                 raise ValueError(f"request {request} cannot be dropped: unfinished here are {sorted(here)}")
@@ -261,3 +274,9 @@ def of_ranks(mine: str) -> list[str]:
     if group.world_size > 1:
         dist.all_gather_object(texts, mine, group=group.cpu_group)
     return texts
+
+
+def of_replica(mine: str) -> list[str]:
+    """The texts of all ranks of this rank's replica; all of them must call."""
+    groups = ReplicaGroups(parallel_state.get_dp_group().cpu_group)
+    return [text for texts in groups.all(of_ranks(mine)) for text in texts]

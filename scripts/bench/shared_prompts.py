@@ -54,9 +54,11 @@ def serve(folder: str, unit: int | None) -> None:
     shared_partial_blocks.PATCH.apply()
     cpu_partial_prompts.PATCH.apply()
     from vllm import LLM
+    from vllm.distributed import parallel_state
 
     from megatron_rl.records import Sampling
     from megatron_rl.rollout.in_flight_requests import InFlightRequests
+    from megatron_rl.rollout.replica_groups import ReplicaGroups
     from megatron_rl.rollout.slices import Slice, Start
 
     engine = LLM(
@@ -84,7 +86,8 @@ def serve(folder: str, unit: int | None) -> None:
         return output
 
     scheduler.schedule = counted
-    requests, sampling = InFlightRequests(engine, [1]), Sampling(1.0, 1.0, -1, TOKENS, 0)
+    alone = ReplicaGroups(parallel_state.get_dp_group().cpu_group)
+    requests, sampling = InFlightRequests(engine, alone, [1]), Sampling(1.0, 1.0, -1, TOKENS, 0)
     print("ready", flush=True)
     for line in sys.stdin:
         rng = Random(0)

@@ -19,8 +19,9 @@ from published.ahead import seconds_ahead
 
 from megatron_rl.checkpoint.model_folder import ModelFolder
 from megatron_rl.planning.hardware import FOLDER, Hardware, load_hardware
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.step_load import Load
-from megatron_rl.planning.time import BF16, LINK_EFFICIENCY, Estimator, Layout, ModelCost
+from megatron_rl.planning.time import BF16, LINK_EFFICIENCY, Estimator, ModelCost
 
 HERE = Path(__file__).parent
 MODELS = (HERE.parents[1] / "configs" / "models", HERE / "models")

@@ -17,11 +17,12 @@ from megatron_rl.config.validate import value_problems
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.hardware import load_hardware
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.pretraining_rules import pretraining_problems
 from megatron_rl.planning.role_ledger import SCORE, UPDATE, passes_of
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import updated_load
-from megatron_rl.planning.time import Estimator, Layout, ModelCost
+from megatron_rl.planning.time import Estimator, ModelCost
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "configs" / "demo_cpu.yaml"

@@ -32,14 +32,15 @@ def prompts() -> Batch:
 
 
 def ask(rollout, asked: Batch, sampling: Sampling, seed: int = 1) -> Batch:
-    """The answers of one rank's engine, in rollout mode, by one slice with the weights that it has."""
+    """The answers of one rank's replica, in rollout mode, by one slice with the weights that it has."""
     from megatron_rl.rollout.seeds import request_seed
     from megatron_rl.rollout.slices import Slice
     from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 
     questions = UnscheduledRequests(asked, sampling, partial(request_seed, seed), None)
     (share,) = questions.shares(1)
-    questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
+    report = rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})
+    questions.note(rollout.generator.requests.groups.all(report)[:1])  # only the first TP group has all of it
     return questions.rows()
 
 

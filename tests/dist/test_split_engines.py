@@ -59,8 +59,18 @@ class Placed(NamedTuple):
         tp, pp, dp = self.train
         extra = "".join(f"-{key.split('_')[0]}{value}" for key, value in self.more.items() if value is not True)
         extra += "-whole" * (f"{ROLLOUT}expert_parallel_size" in self.keys)
+        extra += "-DP" * (self.dp > 1)
         extra += "-FP8" * self.in_eight_bits + "-LoRA" * (f"{ADAPTERS}rank" in self.keys)
         return f"{self.save.__name__[5:]}-TP{tp}PP{pp}DP{dp}{extra}-to-{self.replicas}xTP{self.tp}"
+
+    @property
+    def dp(self) -> int:
+        """Attention DP: TP groups of a replica."""
+        return self.keys.get(f"{ROLLOUT}data_parallel_size", 1)
+
+    @property
+    def num_rollout(self) -> int:
+        return self.replicas * self.tp * self.dp
 
     @property
     def sends_adapters(self) -> bool:
@@ -80,6 +90,7 @@ BIASED = {f"{ROUTER}enable_expert_bias": True, f"{ROUTER}bias_update_rate": 0.3}
 PLAIN = {}
 FP8 = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
 WHOLE_EXPERTS = {f"{ROLLOUT}expert_parallel_size": 2}
+ATTENTION_DP = WHOLE_EXPERTS | {f"{ROLLOUT}data_parallel_size": 2}
 ADAPTERS = "actor_rollout_ref__model__lora__"
 LORA = {f"{ADAPTERS}rank": 8, f"{ADAPTERS}merge": True}
 
@@ -122,6 +133,7 @@ MORE = [
     Placed(save_llama, (2, 1, 1), PLAIN, 1, 1, FP8 | LORA | {f"{ADAPTERS}merge": False}),
 ]
 FURTHER = [
+    Placed(save_qwen3_moe, (1, 2, 1), PLAIN, 1, 1, ATTENTION_DP),
     Placed(save_wide_experts, (1, 1, 2), EP2, 2, 1, FP8 | WHOLE_EXPERTS | {f"{ROLLOUT}weight_deltas": True}),
     Placed(save_gpt_oss, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (2, 2, 1), {"sequence_parallel": True}, 1, 2),
@@ -235,7 +247,7 @@ def one_rank(config, num_train: int, num_rollout: int, exported: Path, meeting: 
 def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[RunConfig, list[dict], list[dict]]:
     """The configuration, and what the ranks of training and of the rollout say."""
     path = placed.save(folder / "model")
-    num_rollout = placed.tp * placed.replicas
+    num_rollout = placed.num_rollout
     keys = {f"{MEGATRON}{key}": value for key, value in placed.more.items()}
     keys |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": placed.tp}
     keys |= {"trainer__n_gpus_per_node": placed.num_train, "actor_rollout_ref__hybrid_engine": False}

@@ -29,7 +29,8 @@ LR = 1e-2
 class Case:
     """A training layout, a rollout TP size, and a model; `options` are configuration keys with `__` for dots.
 
-    rollout_ep: 1, or the rollout TP size, where ranks generate with whole experts.
+    rollout_ep: 1, or the ranks of a replica, where these generate with whole experts; more than rollout_tp with
+    attention DP.
     lacks: whether ranks lack anything of their rollout shards.
     """
 
@@ -51,6 +52,7 @@ class Case:
     def config(self, path: str):
         rollout = {f"{ROLLOUT}tensor_model_parallel_size": self.rollout_tp}
         rollout[f"{ROLLOUT}expert_parallel_size"] = self.rollout_ep
+        rollout[f"{ROLLOUT}data_parallel_size"] = max(1, self.rollout_ep // self.rollout_tp)
         return run_config(path, self.tp, self.pp, actor_rollout_ref__actor__optim__lr=LR, **rollout, **self.options)
 
 
@@ -105,6 +107,20 @@ CASES = [
     Case("TP2ETP2-TP2EP2-qwen2-moe", 2, 1, 2, save=save_qwen2_moe, options=SP, rollout_ep=2),
     Case("PP2-TP2EP2-glm4-moe", 1, 2, 2, save=save_glm4_moe, rollout_ep=2),
     Case("PP4-TP4EP4", 1, 4, 4, save=save_qwen3_moe, model={"num_experts": 8}, rollout_ep=4),
+    # Attention DP.
+    Case("PP2-DP2EP2", 1, 2, 1, save=save_qwen3_moe, rollout_ep=2),
+    Case("TP2PP2ETP2-DP2EP2-deepseek-v3", 2, 2, 1, save=save_deepseek_v3, options=SP, rollout_ep=2),
+    Case(
+        "TP2PP2EP2ETP1-DP4EP4",
+        2,
+        2,
+        1,
+        save=save_qwen3_moe,
+        model={"num_experts": 8},
+        options=SP | EP2 | ETP1,
+        rollout_ep=4,
+    ),
+    Case("PP4-TP2DP2EP4", 1, 4, 2, save=save_qwen3_moe, model={"num_experts": 8}, rollout_ep=4),
     Case("PP2DP2EP2-TP1-moonlight", 1, 2, 1, dp=2, save=save_moonlight, options=EP2),
 ]
 OFTEN = ("TP2EP2ETP1-TP2", "TP2EP2ETP1-TP2EP2")
@@ -129,6 +145,9 @@ WEEKLY_CASES = (
     "TP2ETP2-TP2EP2-qwen2-moe",
     "PP2-TP2EP2-glm4-moe",
     "PP4-TP4EP4",
+    "TP2PP2ETP2-DP2EP2-deepseek-v3",
+    "TP2PP2EP2ETP1-DP4EP4",
+    "PP4-TP2DP2EP4",
 )
 """What the sweeps leave to the week: further families in a layout that another model has, or a subset of its axes."""
 

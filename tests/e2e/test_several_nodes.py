@@ -39,8 +39,8 @@ SHORT = (
 class Nodes:
     """So many nodes with so many ranks each, and a layout on them.
 
-    moe: a tiny mixture of experts. crosses: whether weights cross from node to node for generation. A node has two
-    ranks or more: one alone would get more threads here, and add numbers up in another order.
+    num_experts: of a tiny mixture of experts; 0: the demo's model. crosses: whether weights cross from node to node for
+    generation. A node has two ranks or more: one alone would get more threads here, and add up in another order.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Nodes:
     pp: int
     rollout_tp: int
     options: tuple[str, ...] = ()
-    moe: bool = False
+    num_experts: int = 0
     crosses: bool = True
 
     def overrides(self, folder: Path) -> list[str]:
@@ -65,7 +65,10 @@ class Nodes:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.rollout_tp}",
             *self.options,
         ]
-        return [*found, f"actor_rollout_ref.model.path={tiny_moe(folder / 'model')}"] if self.moe else found
+        if not self.num_experts:
+            return found
+        model = tiny_moe(folder / "model", num_experts=self.num_experts)
+        return [*found, f"actor_rollout_ref.model.path={model}"]
 
     @property
     def one_node(self) -> list[str]:
@@ -76,24 +79,27 @@ class Nodes:
         return [f"trainer.nnodes={self.num_nodes}", f"trainer.n_gpus_per_node={self.per_node}"]
 
 
-def tiny_moe(folder: Path) -> Path:
+def tiny_moe(folder: Path, **sizes: int) -> Path:
     """A Qwen3-MoE with the demo's tokenizer."""
     from tiny_models import save_qwen3_moe
 
     demo = json.loads((DEMO / "model/config.json").read_text())
     tokens = {key: demo[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    save_qwen3_moe(folder, **tokens)
+    save_qwen3_moe(folder, **tokens, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(DEMO / "model" / name, folder / name)
     return folder
 
 
 DEMOS_OWN = Nodes("TP2xPP2-to-TP2-on-2x2", 2, 2, 2, 2, 2, ("trainer.export_hf=true",))
-EXPERTS = (f"{MEGATRON}.expert_model_parallel_size=2",)
+EXPERTS = (f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true")
+SHARED = ("actor_rollout_ref.rollout.expert_parallel_size=4", "actor_rollout_ref.rollout.data_parallel_size=4")
 OTHERS = [
     # Generation's groups span the nodes; the shards that it merges lie on one.
     Nodes("TP4-to-TP2-on-2x2", 2, 2, 4, 1, 2, crosses=False),
-    Nodes("TP2xDP2xEP2-to-TP1-on-2x2", 2, 2, 2, 1, 1, (*EXPERTS, f"{MEGATRON}.sequence_parallel=true"), moe=True),
+    Nodes("TP2xDP2xEP2-to-TP1-on-2x2", 2, 2, 2, 1, 1, EXPERTS, num_experts=6),
+    # A replica spans the nodes: tokens go to experts of the other one in every layer.
+    Nodes("TP2xDP2xEP2-to-DP4xEP4-on-2x2", 2, 2, 2, 1, 1, (*EXPERTS, *SHARED), num_experts=8, crosses=False),
 ]
 
 
@@ -168,7 +174,7 @@ def test_the_demo_trains_on_two_nodes(command_line, tmp_path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(one, id=one.name, marks=pytest.mark.weekly if one.name.startswith("TP4") else ()) for one in OTHERS],
+    [pytest.param(one, id=one.name, marks=() if one.num_experts == 6 else pytest.mark.weekly) for one in OTHERS],
 )
 def test_nodes_train_as_one_does(layout, command_line, tmp_path) -> None:
     """All printed digits of two steps, for tensor ranks, data-parallel ranks and experts that lie on different nodes;

@@ -105,6 +105,9 @@ def test_experts_of_other_data_parallel_ranks(world_size, tp_size, ep_size, etp_
         ((4, 4, 1, 4, 1), (2, 2), [Fraction(1, 4)] * 4),
         # Whole experts in training, columns of all in generation.
         ((2, 2, 1, 2, 1), (2, 1), [Fraction(1, 4)] * 2),
+        # Attention DP: experts over two TP groups as over training's DP ranks, and over the ranks of training TP4.
+        ((2, 1, 1, 2, 1), (1, 2, 2), [Fraction(1, 2)] * 2),
+        ((4, 4, 1, 4, 1), (1, 4, 4), [Fraction(1, 4)] * 4),
     ],
 )
 def test_experts_that_stay(train, rollout, kept):
@@ -113,7 +116,24 @@ def test_experts_that_stay(train, rollout, kept):
     """
     grid = RolloutGrid(TrainGrid(*train), *rollout)
     assert [grid.kept_share(rank, of_experts=True) for rank in range(train[0])] == kept
-    assert grid.contains_training_experts == all(share == Fraction(1, train[3] * train[4]) for share in kept)
+    assert grid.contains_training == all(share == Fraction(1, train[3] * train[4]) for share in kept)
+
+
+def test_tp_groups_of_a_replica_share_experts():
+    """TP8, replicas of two TP groups with two ranks, by hand. Would not catch groups that vLLM makes otherwise."""
+    grid = RolloutGrid(TrainGrid(8, 8, 1), 2, 4, 2)
+    assert grid.replicas() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert grid.tp_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert [(grid.replica(rank), grid.dp_rank(rank), grid.tp_rank(rank)) for rank in (2, 5)] == [(0, 0, 1), (1, 1, 0)]
+    places = [grid.place(rank, 64) for rank in (0, 2, 4, 6)]
+    assert [(place.tp_rank, place.tp_size, place.ep_rank, place.ep_size) for place in places] == [
+        (0, 2, 0, 4),
+        (1, 2, 1, 4),
+        (0, 2, 2, 4),
+        (1, 2, 3, 4),
+    ]
+    with pytest.raises(ValueError, match=r"rollout ep\(2\) is neither 1 nor rollout tp\(2\) \* dp\(2\)"):
+        RolloutGrid(TrainGrid(8, 8, 1), 2, 2, 2)
 
 
 def test_whole_experts_need_the_ranks_of_a_rollout_tp_group():

@@ -52,7 +52,8 @@ class Transition:
     - A weight that has moved is named, and nothing is generated where graphs would read the old one. Would not catch a
       tensor inside of a kernel.
     - Samples are those of one process. Would not catch layouts that differ only at near-ties.
-    - vLLM's own group holds every k-th rank of a block. Would not catch a group that vLLM makes and ignores.
+    - vLLM's own TP group has its ranks of a replica, which is every k-th rank of a block. Would not catch a group that
+      vLLM makes and ignores.
     """
 
     case: Case
@@ -86,10 +87,12 @@ class Transition:
 
     def check_group(self, number: int, group: list[int]) -> None:
         """Of a rank."""
-        block = max(self.case.tp, self.case.rollout_tp)
-        k = block // self.case.rollout_tp
-        first = number // block * block + number % k
-        assert group == list(range(first, first + block, k))
+        size = max(self.case.rollout_tp, self.case.rollout_ep)
+        block = max(self.case.tp, size)
+        k = block // size
+        replica = list(range(number // block * block + number % k, number // block * block + block, k))
+        first = replica.index(number) // self.case.rollout_tp * self.case.rollout_tp
+        assert group == replica[first : first + self.case.rollout_tp]
 
 
 def resident_bytes() -> int:

@@ -28,6 +28,7 @@ GRANULARITY, METHOD, NUMBER, MODULES = (
     f"{RECOMPUTE}_{name}" for name in ("granularity", "method", "num_layers", "modules")
 )
 ROLLOUT_TP, ROLLOUT_EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
+ROLLOUT_DP = f"{ROLLOUT}.data_parallel_size"
 GPUS = "trainer.n_gpus_per_node"
 CORRECTION = "algorithm.rollout_correction"
 

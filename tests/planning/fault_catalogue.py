@@ -31,6 +31,7 @@ from fault import (
     NUMBER,
     PP,
     ROLLOUT,
+    ROLLOUT_DP,
     ROLLOUT_EP,
     ROLLOUT_TP,
     TP,
@@ -124,6 +125,10 @@ values("generation with experts of a dense model", "layout", {ROLLOUT_EP: 2}, OF
 TP_OR_1 = (ROLLOUT_EP, f"must be 1 or {ROLLOUT_TP}(2)")
 values("rollout ep beyond rollout tp", "layout", {ROLLOUT_EP: 4}, TP_OR_1, experts=True)
 values("rollout ep beyond the ranks", "layout", {ROLLOUT_EP: 64}, TP_OR_1, experts=True)
+BOTH = (ROLLOUT_EP, f"must be 1 or {ROLLOUT_TP}(2) * {ROLLOUT_DP}(2)")
+values("attention dp beyond rollout ep", "layout", {ROLLOUT_DP: 2, ROLLOUT_EP: 2}, BOTH, experts=True)
+MANY = (ROLLOUT_DP, "tp(2) * dp(4)")
+values("attention dp beyond the ranks", "layout", {ROLLOUT_DP: 4, ROLLOUT_EP: 8}, MANY, experts=True)
 values(
     "rollout ep 3",
     "layout",

@@ -9,6 +9,7 @@ from model_folders import problems
 
 from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import load_hardware
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.memory import MemoryOfStage, plan_stages
 from megatron_rl.planning.memory_advice import cutting_sequences
 from megatron_rl.planning.memory_report import (
@@ -21,7 +22,7 @@ from megatron_rl.planning.memory_report import (
 from megatron_rl.planning.role_ledger import most_scored
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_load import Load
-from megatron_rl.planning.time import Estimator, Layout, ModelCost
+from megatron_rl.planning.time import Estimator, ModelCost
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"

@@ -35,6 +35,7 @@ from megatron_rl.planning.weights import ModelParams, TrainedWeights
 REPOSITORY = Path(__file__).parents[2]
 DEEPSEEK, LAST = "../../tests/port/verl_scripts/models/DeepSeek-V3", "num_layers_in_last_pipeline_stage"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+EP, DP = (f"actor_rollout_ref.rollout.{name}_parallel_size=4" for name in ("expert", "data"))
 
 
 def layout(model: str, ranks: int, tp: int, pp: int, rollout_tp: int, *more: str) -> RunModels:
@@ -54,10 +55,21 @@ def layout(model: str, ranks: int, tp: int, pp: int, rollout_tp: int, *more: str
         lambda: layout("llama-3-8b", 24, 4, 3, 2, f"{ACTOR}.num_layers_in_last_pipeline_stage=10"),
         lambda: layout("llama-3-8b", 8, 4, 2, 2, "actor_rollout_ref.rollout.drop_train_weights=true"),
         lambda: layout("qwen3-30b-a3b", 8, 2, 2, 4, f"{ACTOR}.expert_model_parallel_size=2"),
-        lambda: layout("qwen3-30b-a3b", 8, 2, 2, 4, "actor_rollout_ref.rollout.expert_parallel_size=4"),
+        lambda: layout("qwen3-30b-a3b", 8, 2, 2, 4, EP),
+        lambda: layout("qwen3-30b-a3b", 8, 2, 2, 1, EP, DP),
         lambda: layout(DEEPSEEK, 8, 2, 2, 4, f"{ACTOR}.expert_model_parallel_size=2", f"{ACTOR}.{LAST}=30"),
     ],
-    ids=["two nodes", "one node", "chunks", "uneven", "dropped", "experts", "whole experts", "dense first"],
+    ids=[
+        "two nodes",
+        "one node",
+        "chunks",
+        "uneven",
+        "dropped",
+        "experts",
+        "whole experts",
+        "attention DP",
+        "dense first",
+    ],
 )
 def test_classes_count_for_all(models):
     """To the element, on every rank of the group. Would not catch a layer of a kind that these models lack."""

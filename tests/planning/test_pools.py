@@ -19,6 +19,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.parts import LayerBlock
 from megatron_rl.planning.batch_arithmetic import batch_rows
 from megatron_rl.planning.hardware import load_hardware
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.memory import plan_pools, planned_memory
 from megatron_rl.planning.memory_advice import advice
 from megatron_rl.planning.memory_report import memory_report
@@ -28,7 +29,7 @@ from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import CALL_SECONDS, StepTime
-from megatron_rl.planning.time import LINK_EFFICIENCY, Estimator, Layout, ModelCost
+from megatron_rl.planning.time import LINK_EFFICIENCY, Estimator, ModelCost
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"

@@ -12,8 +12,9 @@ from published.points import cost
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.hardware import FOLDER, Overheads, latency, load_hardware, planned_hardware
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.step_load import Load
-from megatron_rl.planning.time import ALL_COLLECTIVES, DP_COLLECTIVES, Busy, Estimator, Layout
+from megatron_rl.planning.time import ALL_COLLECTIVES, DP_COLLECTIVES, Busy, Estimator
 
 BARE = dataclasses.replace(
     load_hardware("cpu"),

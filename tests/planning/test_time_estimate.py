@@ -18,9 +18,10 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.answer_lengths import Lengths
 from megatron_rl.planning.hardware import known_hardware, load_hardware
+from megatron_rl.planning.layout_sizes import Layout
 from megatron_rl.planning.step_load import COLLECTIVE_LATENCY, DECODE_OVERHEAD, RL_SHARE, Load
 from megatron_rl.planning.step_time import generation_seconds
-from megatron_rl.planning.time import LAUNCH_SECONDS, Estimator, Layout, ModelCost
+from megatron_rl.planning.time import LAUNCH_SECONDS, Estimator, ModelCost
 
 REPOSITORY = Path(__file__).parents[2]
 GPU = dataclasses.replace(load_hardware("h100"), matmul_efficiency=1.0)

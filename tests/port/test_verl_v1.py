@@ -164,7 +164,7 @@ def test_the_files_of_verls_asynchronous_programs_are_its_defaults(tmp_path, nam
     [
         # TensorRT-LLM's 2 x 2 in the stored script of Qwen3-30B, attention DP, and sizes that need nothing of verl's.
         (["tensor_model_parallel_size=4", "expert_parallel_size=2", "moe_tensor_parallel_size=2"], 4),
-        (["tensor_model_parallel_size=2", "expert_parallel_size=4", "data_parallel_size=2"], 2),
+        (["tensor_model_parallel_size=2", "expert_parallel_size=4", "data_parallel_size=2"], 4),
         (["tensor_model_parallel_size=2", "expert_parallel_size=1", "data_parallel_size=2"], 1),
         (["tensor_model_parallel_size=4", "expert_parallel_size=4", "moe_tensor_parallel_size=1"], 4),
         (["tensor_model_parallel_size=4", "expert_parallel_size=2"], 2),

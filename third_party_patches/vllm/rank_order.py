@@ -30,6 +30,11 @@ def using_rank_order(order: Sequence[int]) -> Iterator[None]:
         _order.reset(token)
 
 
+def current_order() -> Sequence[int] | None:
+    """The order that is active; None: vLLM's own."""
+    return _order.get()
+
+
 def apply() -> None:
     """Replace `init_model_parallel_group`; must run before an engine creates its groups."""
     from vllm.distributed import parallel_state

@@ -136,13 +136,13 @@ def mtp_detached(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
 
 
 def whole_experts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """EP next to sizes that only verl has -> 1, or rollout TP, as vLLM has it without attention DP; else as it is."""
+    """EP next to the ETP that only verl has -> all ranks of a replica, as vLLM has it; else as it is."""
     group = key.rpartition(".")[0]
-    others = (given.get(f"{group}.{name}_parallel_size", 1) for name in ("data", "moe_tensor"))
-    tp_size = given.get(f"{group}.tensor_model_parallel_size")
-    if not all(isinstance(size, int) for size in (value, tp_size)) or value <= 1 or all(size == 1 for size in others):
+    tp_size, dp_size = given.get(f"{group}.tensor_model_parallel_size"), given.get(f"{group}.data_parallel_size", 1)
+    within = given.get(f"{group}.moe_tensor_parallel_size", 1)
+    if not all(isinstance(size, int) for size in (value, tp_size, dp_size)) or value <= 1 or within == 1:
         return {key: value}
-    return {key: tp_size}
+    return {key: tp_size * dp_size}
 
 
 CONVERSIONS: dict[str, Conversion] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.rollout_keys import EARLIER, FP8, MTP
@@ -14,6 +15,7 @@ QUANTIZATION, DROP = f"{ROLLOUT}.quantization", f"{ROLLOUT}.drop_train_weights"
 DELTAS, EAGER, UNIT = f"{ROLLOUT}.weight_deltas", f"{ROLLOUT}.enforce_eager", f"{ROLLOUT}.prefix_match_unit"
 SPECULATIVE, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_factor"
 SCHEDULING = f"{ROLLOUT}.async_scheduling"
+DP, EP = f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 BITWISE, TP, TOP_P, TOP_K = (f"{ROLLOUT}.{key}" for key in ("bitwise", "tensor_model_parallel_size", "top_p", "top_k"))
 ACTOR_TP, DTYPE = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.dtype"
 SLICES = "slices count engine steps, and one step would still run when a slice has ended"
@@ -74,6 +76,13 @@ def _tp_sizes(run: RunFacts, use: Use) -> Settings:
 
 def _other_sums(run: RunFacts, use: Use) -> str:
     return "" if len({*_tp_sizes(run, use).values()}) == 1 else "another number of TP ranks adds up other sums"
+
+
+def _attention_dp(run: RunFacts) -> Iterator[Use]:
+    rollout = run.config.actor_rollout_ref.rollout
+    if rollout.attention_dp_size > 1:
+        alone = {DP: 1, EP: rollout.tensor_model_parallel_size}
+        yield Use({DP: rollout.data_parallel_size, EP: rollout.expert_parallel_size}, alone)
 
 
 def _cut_tokens(run: RunFacts, use: Use) -> str:
@@ -187,6 +196,17 @@ ROWS = (
         ),
     ),
     Feature(
+        "attention_dp",
+        "attention data parallelism of generation",
+        {DP: 2, EP: 2},
+        _attention_dp,
+        excludes=(
+            Relation(
+                "async_scheduling", "TP groups that share experts agree on a step when none runs", {SCHEDULING: False}
+            ),
+        ),
+    ),
+    Feature(
         "bitwise",
         "log-probs of trainer and rollout that are equal to the last bit",
         {BITWISE: True},
@@ -197,6 +217,7 @@ ROWS = (
             Relation("fp8_training", "generation multiplies without rounding", {BITWISE: False}),
             Relation("transformer_engine", "its products are not those of tiles", {BITWISE: False}),
             Relation("context_parallel", "sums of other ranks' keys are added in another order", {BITWISE: False}),
+            Relation("attention_dp", "experts of other ranks are added in another order", {BITWISE: False}),
         ),
         of_model=(Requirement("plain attention, gated MLPs, experts with a softmax", _not_bitwise, {BITWISE: False}),),
         of_layout=(

@@ -14,7 +14,13 @@ from megatron_rl.config.role_kinds import PARAM_OFFLOAD, RoleKind
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.planning.layout_search.grids import Grid, GridShape, Room, grids
 from megatron_rl.planning.layout_search.role_on_layout import Option, RoleOnLayout
-from megatron_rl.planning.layout_search.search_problem import LEVELS, SearchProblem, expert_cut, rollout_sizes
+from megatron_rl.planning.layout_search.search_problem import (
+    LEVELS,
+    SearchProblem,
+    engine_memory,
+    expert_cut,
+    rollout_sizes,
+)
 from megatron_rl.planning.layout_search.transition_seconds import (
     ActorBytes,
     image_seconds,
@@ -23,7 +29,6 @@ from megatron_rl.planning.layout_search.transition_seconds import (
     rollout_shard,
     sent_seconds,
 )
-from megatron_rl.planning.memory import engine_bytes
 from megatron_rl.planning.role_ledger import SCORE, UPDATE, StageHeld
 from megatron_rl.planning.step_time import dispatch_seconds
 
@@ -95,7 +100,6 @@ class Pools:
         self._on_grid: dict[tuple[int, Grid, GridShape], RoleOnLayout] = {}
         self._grids: dict[tuple[tuple[str, ...], GridShape], list[Grid]] = {}
         self._same: dict[Grid, Grid] = {}
-        self._engines: dict[int, int] = {}
 
     def front(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
         """Return the Pareto front of the layouts of `block` on `units` units; empty where nothing fits."""
@@ -380,7 +384,7 @@ class Pools:
     ) -> int:
         """Return the bytes left for the cache on the worst stage, at the start and during generation; below 0: none."""
         work = self.work
-        engine = self._engine(tp)
+        engine = engine_memory(self.work, tp)
         own = 0 if in_place else self._own(tp)
         rooms = []
         for number in range(len(roles[0].held) if roles else 1):
@@ -400,12 +404,6 @@ class Pools:
         config = self.work.config.async_training
         in_slices = config.partial_rollout or self.work.may_run_ahead
         return self.shard(tp) * (2 if in_slices and config.second_buffer else 1)
-
-    def _engine(self, tp: int) -> int:
-        if tp not in self._engines:
-            work = self.work
-            self._engines[tp] = engine_bytes(work.config, work.actor.model, work.actor.element, tp)
-        return self._engines[tp]
 
     def _foreign(self, tp: int, grid: Grid, roles: Sequence[RoleOnLayout], number: int) -> int:
         """Return the bytes that a rank needs for generation besides its training weights."""

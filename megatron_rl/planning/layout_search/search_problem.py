@@ -24,6 +24,8 @@ from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.image_costs import ImageCosts
 from megatron_rl.planning.layout_rules import rollout_misfits
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
+from megatron_rl.planning.layout_sizes import Layout
+from megatron_rl.planning.memory import engine_bytes
 from megatron_rl.planning.memory_report import usable_bytes
 from megatron_rl.planning.preflight import read_models
 from megatron_rl.planning.role_ledger import RoleLedger
@@ -31,7 +33,7 @@ from megatron_rl.planning.role_params import RoleParams
 from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import layout_of, scored_load, step_load, updated_load
 from megatron_rl.planning.teaching_costs import TeachingCosts
-from megatron_rl.planning.time import Estimator, Layout, ModelCost
+from megatron_rl.planning.time import Estimator, ModelCost
 from megatron_rl.planning.weights import ELEMENT_BYTES
 
 
@@ -182,6 +184,8 @@ class SearchProblem:
             if not spec.kind.generates
         }
         self._caches: dict[int, KVCacheSize] = {}
+        self.engines: dict[int, int] = {}
+        """Rollout TP -> bytes of `engine_memory`."""
         self._least_generation: dict[int, float] = {}
         self._generation: dict[tuple[int, ...], float] = {}
         self.ways: dict[tuple[object, ...], list[Any]] = {}
@@ -267,7 +271,7 @@ class SearchProblem:
 
     def generator(self, shape: GridShape, rollout_tp: int) -> Estimator:
         """Return the time estimator of generation."""
-        layout = Layout(shape.num_ranks, shape.per_node, rollout_tp=rollout_tp)
+        layout = Layout(shape.num_ranks, shape.per_node, rollout_tp=rollout_tp, rollout_dp=attention_dp(self))
         return Estimator(self.actor.cost, layout, self.hardware, self.actor.spec.megatron.dtype)
 
     def cache(self, rollout_tp: int) -> KVCacheSize:
@@ -326,14 +330,32 @@ class SearchProblem:
         return self.load.num_samples / replicas * self.load.response * seconds / together
 
 
+def attention_dp(work: SearchProblem) -> int:
+    """Return the rollout TP groups that share experts: the configuration's number, whatever the layout."""
+    return work.config.actor_rollout_ref.rollout.attention_dp_size
+
+
+def engine_memory(work: SearchProblem, rollout_tp: int) -> int:
+    """Return the bytes that an engine needs in addition to weights and cache."""
+    if rollout_tp not in work.engines:
+        found = engine_bytes(work.config, work.actor.model, work.actor.element, rollout_tp, attention_dp(work))
+        work.engines[rollout_tp] = found
+    return work.engines[rollout_tp]
+
+
 def expert_cut(work: SearchProblem, rollout_tp: int) -> tuple[int, int]:
     """Return (EP, ETP) of the experts of generation at a TP size."""
     ep_size = work.config.actor_rollout_ref.rollout.ep_size_at(rollout_tp)
-    return ep_size, rollout_tp // ep_size
+    return (1, rollout_tp) if ep_size == 1 else (ep_size, 1)
 
 
 def rollout_sizes(work: SearchProblem, shape: GridShape) -> list[int]:
     """Return the TP sizes, inside of a node, at which these ranks can generate."""
-    sizes = [size for size in divisors(shape.num_ranks) if size <= shape.per_node]
+    dp_size = attention_dp(work)
+    if shape.num_ranks % dp_size:
+        return []
+    sizes = [size for size in divisors(shape.num_ranks // dp_size) if size <= shape.per_node]
+    if dp_size > 1 and work.actor.sizes.shared_experts:
+        sizes = [size for size in sizes if size == 1]
     sizes = [size for size in sizes if not rollout_misfits(work.actor.sizes, size, expert_cut(work, size)[0])]
     return engine_tp_sizes(work.device, sizes)

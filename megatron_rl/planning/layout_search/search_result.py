@@ -14,8 +14,7 @@ from megatron_rl.planning.layout_search.exact_ranking import Candidate, Finalist
 from megatron_rl.planning.layout_search.request import MOST_GPUS, REFUSED, MapRequest, cluster_of, contradictions
 from megatron_rl.planning.layout_search.role_on_layout import RoleOnLayout
 from megatron_rl.planning.layout_search.search import Search
-from megatron_rl.planning.layout_search.search_problem import ClusterSize, SearchProblem
-from megatron_rl.planning.memory import engine_bytes
+from megatron_rl.planning.layout_search.search_problem import ClusterSize, SearchProblem, engine_memory
 
 SHOWN = 10
 
@@ -117,9 +116,7 @@ def least_of_passes(role: RoleOnLayout) -> list[float]:
 def least_cache(work: SearchProblem) -> int:
     """Return the bytes that the engine needs for one sequence, at the largest TP inside of a node."""
     tp = work.cluster.per_node
-    return engine_bytes(work.config, work.actor.model, work.actor.element, tp) + work.cache(tp).needed_bytes(
-        work.longest
-    )
+    return engine_memory(work, tp) + work.cache(tp).needed_bytes(work.longest)
 
 
 def smallest_cluster(request: MapRequest) -> ClusterSize | None:

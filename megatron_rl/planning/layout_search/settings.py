@@ -40,8 +40,9 @@ def settings_of_placement(work: SearchProblem, names: PoolNames, placed: Placed)
         DROP: False,
         "trainer.rollout_ahead": placed.ahead,
     }
-    if work.config.actor_rollout_ref.rollout.expert_parallel_size > 1:
-        decided[f"{ROLLOUT_KEY}.expert_parallel_size"] = generation.tp
+    rollout = work.config.actor_rollout_ref.rollout
+    if rollout.expert_parallel_size > 1:
+        decided[f"{ROLLOUT_KEY}.expert_parallel_size"] = rollout.ep_size_at(generation.tp)
     return settings | decided | {key: work.keeps.values[key] for key in decided if key in work.keeps.values}
 
 
