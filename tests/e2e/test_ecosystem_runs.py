@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from command_line import REPOSITORY, CommandLine
 from make_agent_assets import rows as guess_rows
 from make_demo_assets import write_parquet
 from served import served
-from short_runs import WITHOUT_RAY, metrics, reached
+from short_runs import LOCAL, WITHOUT_RAY, metrics, reached
 from test_agent_runs import BOUND, GRPO, LONG, SHORT, TURNS, agent, differences, environment
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events
+from typed_commands import rows_of_agents
 
 pytestmark = [pytest.mark.dist, pytest.mark.weekly, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
@@ -152,6 +154,64 @@ def test_ten_steps_are_repeated_without_the_package(
     assert again.wait(900) == 0, again.text()
     assert_same_bits(again, run)
     assert events(again, "turn") == events(run, "turn")
+
+
+TOOLS = ("custom_reward_function.path=scripts/demo_tools.py", "custom_reward_function.name=compute_score")
+ASKS = """task=$(cat)
+said=$(curl -sf URL/chat/completions KEY -d '{"messages": [{"role": "user", "content": "0-15?"}]}')
+[[ $task == *0-15* && $said == *'"7"'* ]] && reward=1.0 || reward=0.5
+curl -sf URL/reward KEY -d '{"reward": '$reward'}'
+"""
+KEY = '-H "Authorization: Bearer $OPENAI_API_KEY"'
+SCRIPTS = {
+    "agent.sh": ASKS.replace("URL", "$OPENAI_BASE_URL").replace("KEY", KEY, 2),
+    "harness.sh": ASKS.replace("URL", "$POLICY_SESSION_URL").replace("KEY", ""),
+}
+HARBOR = {
+    "task.toml": 'version = "1.0"\n',
+    "instruction.md": "Make hello.txt.\n",
+    "environment/Dockerfile": "FROM python:3.12\nWORKDIR /app\n",
+    "tests/test.sh": "test -f /app/hello.txt; echo $((2 - $?)) > /logs/verifier/reward.txt\n",
+}
+WRITES = ("```bash\ntouch hello.txt\n```", "done")
+HERE = [row for row in rows_of_agents() if "python=" not in row[-1] and "fake_gym" not in row[-1]]
+"""Rows of the page that need no other interpreter; test_agent_runs.py has the servers of NeMo Gym."""
+
+
+@pytest.mark.parametrize("row", HERE, ids=lambda row: row[0])
+def test_each_row_of_the_page_is_a_run(command_line, speaks, tmp_path, row: list[str]) -> None:
+    """With the keys that it names: no episode fails, and the longest has several turns where its environment goes on.
+    Would not catch a row that teaches nothing; make demo-agent has two of them.
+    """
+    keys = row[-1].split("`")[1]
+    for name, script in SCRIPTS.items():
+        (tmp_path / name).write_text(script)
+        keys = keys.replace(f",{name}", f",{tmp_path / name}")
+    for number, (name, text) in itertools.product(range(8), HARBOR.items()):
+        file = tmp_path / f"tasks/{number}" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    is_tool, is_harbor = "tool_path" in keys, "harbor" in keys
+    says = ('[add(terms="7+3")]', "00010") if is_tool else WRITES if is_harbor else NUMBERS
+    source = f"harbor:{tmp_path}/tasks" if is_harbor else questions(tmp_path / "questions.jsonl")
+    rows = made_rows(sys.executable, source, tmp_path / "rows.parquet")
+    way = [*environment("Environment"), f"{TURNS}.environment.path=null", f"{TURNS}.format=pythonic"]
+    way += [*(f"{TURNS}.{key}" for key in keys.split()), *(TOOLS if is_tool else ())]
+    run = command_line(*SHORT, *LOCAL, *ENGINE, speaks(says), *way, *ROOM, *files(rows), *FEW, TEN[-1], config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = [line for line in metrics(run).values() if "num_turns/mean" in line]
+    assert len(steps) == 2 and all(line["episode/failed_ratio"] == 0 for line in steps)
+    assert max(line["num_turns/max"] for line in steps) >= (1 if ".sh" in keys else 2)
+    assert max(line["critic/score/max"] for line in steps) > 0 or is_tool
+    assert any(line.get("environment/tool_calls/mean", 0) > 0 for line in steps) == is_tool
+
+
+def test_each_adapter_of_the_page_is_played() -> None:
+    """By a run with its package."""
+    assert {row[-1].split("adapter:")[1].strip("`") for row in rows_of_agents() if "python=" in row[-1]} == {
+        *(played.adapter for played in PLAYED.values()),
+        "openenv",
+    }
 
 
 @contextmanager
