@@ -160,7 +160,10 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
     where = "" if in_place else f" of {pool.name} ({pool.size})"
     if dp_size > 1 and world_size % rollout.replica_size:
         given, subject = {DP_KEY: dp_size, key: tp_size}, f"tp({tp_size}) * dp({dp_size}) of {ROLLOUT}"
-        fits = {DP_KEY: nearest_number(dp_size, divisors(world_size // tp_size) if world_size % tp_size == 0 else [1])}
+        sizes = divisors(world_size // tp_size) if world_size % tp_size == 0 else [1]
+        if model is not None and model.num_experts:
+            sizes = [size for size in sizes if model.num_experts % (tp_size * size) == 0] or [1]
+        fits = {DP_KEY: nearest_number(dp_size, sizes)}
         fits[EP_KEY] = tp_size * fits[DP_KEY]
         yield Violation(given, f"must divide the {world_size} ranks{where}", fits, subject=subject)
     elif world_size % tp_size and not (in_place and tp_size == train_tp):
