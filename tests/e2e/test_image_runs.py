@@ -18,11 +18,11 @@ from test_async_runs import ASYNC, assert_same_bits, events, weights_equal
 from test_resumed_runs import export
 from transformers import AutoModel
 from vision_folders import save_qwen3_vl_folder, save_qwen25_vl_folder
-from zoom_task import one_token_turns, write_zoom
+from zoom_task import one_token_turns, write_lessons, write_zoom
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-CONFIG = "configs/grpo_cpu.yaml"
+CONFIG, LESSONS = "configs/grpo_cpu.yaml", "configs/stages/image_model_cpu.yaml"
 FORBIDDEN = """
 class Zoom:
     def reset(self, row):
@@ -234,7 +234,11 @@ def test_a_zoom_is_learned(command_line, tmp_path, seed: int) -> None:
     """From one in 16 to nearly all: the policy looks where its prompt shows it to, and names what the crop shows. Would
     not catch a crop that it need not read: by the prompt alone no more than a quarter is right.
     """
-    run = command_line(*zoom_keys(tmp_path), *LOCAL, f"trainer.seed={seed}", config=CONFIG)
+    model = f"actor_rollout_ref.model.path={one_token_turns(save_qwen25_vl_folder(tmp_path / 'model'))}"
+    taught = command_line(*write_lessons(tmp_path / "lessons"), model, "--local", stage="sft", config=LESSONS)
+    assert taught.wait() == 0, taught.text()
+    keys = (*write_zoom(tmp_path / "data"), f"actor_rollout_ref.model.path={taught.run / 'hf_model'}")
+    run = command_line(*keys, *LOCAL, f"trainer.seed={seed}", config=CONFIG)
     assert run.wait(3000) == 0, run.text()
     steps = metrics(run)
     assert steps[0]["val-core/zoom/reward/mean@1"] <= 0.35 and steps[max(steps)]["val-core/zoom/reward/mean@1"] >= 0.9

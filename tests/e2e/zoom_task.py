@@ -1,6 +1,6 @@
 """A tool that zooms: the prompt's picture shows which of four places to look at, and only a crop of it shows the colour
 that is asked for. Every token ends a turn, so a place and a colour are one token each, by its rest modulo 4. A colour
-counts where it was seen: by chance one of 16 responses is right.
+counts where it was seen: by chance one of 16 responses is right. A teacher who sees nothing says one of four letters.
 
 The large picture has 448 x 448 pixels, of which the model sees 56 x 56: the dark place, and little of the colour, which
 16 x 16 of its pixels have.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,10 @@ from PIL import Image
 from vision_folders import FIRST_BYTE
 
 SIDE, MARK = 448, 16
+CROPS = (*COLOURS, (40, 40, 40), (200, 200, 200))
+"""Colours of crops: of the right place, and of the others."""
+GREYS = {"train": 200, "held_out": 220}
+"""How light pictures are, by file."""
 ENVIRONMENT = '''"""Zoom into the prompt's picture, then name the colour."""
 
 import io
@@ -98,9 +103,9 @@ async def run(task, endpoint):
 '''
 
 
-def picture(colour: int, place: int) -> Image.Image:
+def picture(colour: int, place: int, grey: int = 200) -> Image.Image:
     """A grey picture with a dark quarter, in whose middle is a small mark of a colour."""
-    pixels = np.full((SIDE, SIDE, 3), 200, np.uint8)
+    pixels = np.full((SIDE, SIDE, 3), grey, np.uint8)
     half = SIDE // 2
     top, left = (half * part for part in divmod(place, 2))
     pixels[top : top + half, left : left + half] = 40
@@ -109,16 +114,42 @@ def picture(colour: int, place: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def row(colour: int, place: int) -> dict:
+def row(colour: int, place: int, grey: int) -> dict:
     """A row of verl's schema."""
-    picture(colour, place).save(content := io.BytesIO(), "PNG")
     return {
         "data_source": "zoom",
         "prompt": [{"role": "user", "content": "<image>"}],
-        "images": [{"bytes": content.getvalue(), "path": None}],
+        "images": [encoded(picture(colour, place, grey))],
         "reward_model": {"style": "rule", "ground_truth": str(colour)},
         "extra_info": {"place": place},
     }
+
+
+def encoded(image: Image.Image) -> dict:
+    """A value of a column of images."""
+    image.save(content := io.BytesIO(), "PNG")
+    return {"bytes": content.getvalue(), "path": None}
+
+
+def write_lessons(folder: Path, number: int = 960, batch: int = 32) -> tuple[str, ...]:
+    """Write conversations in which both answers are random letters; return the keys of `sft` with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw, rows = random.Random(0), []
+    for _ in range(number):
+        shown = picture(draw.randrange(4), draw.randrange(4)), Image.new("RGB", (MARK, MARK), draw.choice(CROPS))
+        said = [{"role": "assistant", "content": draw.choice("ABCD")} for _ in shown]
+        messages = [message for answer in said for message in ({"role": "user", "content": "<image>"}, answer)]
+        rows.append({"messages": messages, "images": [*map(encoded, shown)]})
+    for name, some in (("lessons", rows), ("held_out", rows[:batch])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(some), folder / f"{name}.parquet")
+    return (
+        f"data.train_files={folder}/lessons.parquet",
+        f"data.val_files={folder}/held_out.parquet",
+        f"data.train_batch_size={batch}",
+        "data.max_length=96",
+        "data.mm_processor_kwargs.max_pixels=3136",
+        f"trainer.total_training_steps={number // batch}",
+    )
 
 
 def one_token_turns(path: str) -> str:
@@ -130,17 +161,17 @@ def one_token_turns(path: str) -> str:
 
 
 def write_zoom(folder: Path, with_agent: bool = False) -> tuple[str, ...]:
-    """Write the 16 prompts and the environment, or the agent; return the keys of a run with them."""
+    """Write 16 prompts, as many others to validate on, and the environment, or the agent; return the keys of a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row(colour, place) for colour in range(4) for place in range(4)]
-    file = folder / "zoom.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    for name, grey in GREYS.items():
+        rows = [row(colour, place, grey) for colour in range(4) for place in range(4)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
     (folder / "zoom.py").write_text(AGENT if with_agent else ENVIRONMENT)
     turns = "actor_rollout_ref.rollout.multi_turn"
     kind = (f"{turns}.agent.path",) if with_agent else (f"{turns}.environment.name=Zoom", f"{turns}.environment.path")
     return (
-        f"data.train_files={file}",
-        f"data.val_files={file}",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/held_out.parquet",
         "data.image_key=images",
         "data.mm_processor_kwargs.max_pixels=3136",
         "data.train_batch_size=16",
@@ -158,8 +189,8 @@ def write_zoom(folder: Path, with_agent: bool = False) -> tuple[str, ...]:
         "actor_rollout_ref.actor.entropy_coeff=0.02",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=5e-4",
         "trainer.n_gpus_per_node=1",
         "trainer.test_freq=5",
-        "trainer.total_training_steps=60",
+        "trainer.total_training_steps=40",
     )
