@@ -30,8 +30,9 @@ from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.loggers import METRICS_FILE
 
-OPTIMIZER = "optimizer"
-"""The name of a role's optimizer in an identity, where it is not Adam."""
+OPTIMIZER, TOWER, FROZEN = "optimizer", "vision tower", "frozen"
+DEFAULTS = {OPTIMIZER: ADAM, TOWER: FROZEN}
+"""What an identity says of a role's training only where it is something else."""
 Models = Mapping[str, dict[str, Any]]
 """Role -> `model_identity` of its configured model."""
 
@@ -222,11 +223,12 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
             continue
         differences += adapter_differences(role, saved.get(LORA), identity.get(LORA))
         differences += reference_differences(role, saved, identity)
-        before, now = (facts.get(OPTIMIZER, ADAM) for facts in (saved, identity))
-        if before != now:
-            differences.append(f"optimizer of the {role} is {before}, and configured is {now}")
+        for name, default in DEFAULTS.items():
+            before, now = (facts.get(name, default) for facts in (saved, identity))
+            if before != now:
+                differences.append(f"{name} of the {role} is {before}, and configured is {now}")
         for name, value in compared(identity, saved).items():
-            if name not in (LORA, REFERENCE_ADAPTER, OPTIMIZER) and saved.get(name) != value:
+            if name not in (LORA, REFERENCE_ADAPTER, *DEFAULTS) and saved.get(name) != value:
                 differences.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
     return differences
 

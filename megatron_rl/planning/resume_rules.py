@@ -9,7 +9,7 @@ from megatron_rl.checkpoint.adapter_folder import adapter_identity, reference_id
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.model_folder import ModelFolders, model_folders
-from megatron_rl.checkpoint.resume import OPTIMIZER, select
+from megatron_rl.checkpoint.resume import OPTIMIZER, TOWER, select
 from megatron_rl.config.megatron import ADAM
 from megatron_rl.config.problems import violations_of
 from megatron_rl.config.roles import roles_of
@@ -35,6 +35,7 @@ def configured_models(config: RunConfig, folders: ModelFolders | None = None) ->
         settings, dtype = folder.settings, {"dtype": role.megatron.dtype}
         optimizer = role.settings.optim.optimizer
         dtype |= {OPTIMIZER: optimizer} if optimizer != ADAM else {}
+        dtype |= {TOWER: "trained"} if role.trains_tower and config.data.image_key is not None else {}
         try:
             dtype |= adapter_identity(settings, role.lora)
             dtype |= reference_identity(role.lora) if role.name in compared else {}

@@ -43,6 +43,19 @@ def test_another_optimizer(config, monkeypatch, before: str, now: str) -> None:
     assert f"optimizer of the critic is {before}, and configured is {now}" in problem
 
 
+@pytest.mark.parametrize(("before", "now"), [("frozen", "trained"), ("trained", "frozen")])
+def test_another_use_of_the_vision_tower(config, monkeypatch, before: str, now: str) -> None:
+    """Its weights would be missing, or those of the folder. Would not catch a tower in a run of text."""
+    config.data.image_key = "images"
+    for use in (before, now):
+        config.actor_rollout_ref.actor.megatron.freeze_vision_model = use == "frozen"
+        if use == before:
+            monkeypatch.setattr("saved.MODELS", configured_models(config))
+            save(Path(config.trainer.default_local_dir), 5)
+    said = f"vision tower of the actor is {before}, and configured is {now}"
+    assert [said in problem for problem in problems(config)].count(True) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "file", "said"),
     [
