@@ -32,7 +32,7 @@ from megatron_rl.observe.loggers import METRICS_FILE
 
 OPTIMIZER, TOWER, FROZEN = "optimizer", "vision tower", "frozen"
 DEFAULTS = {OPTIMIZER: ADAM, TOWER: FROZEN}
-"""What an identity says of a role's training only where it is something else."""
+"""Facts of a role's training that an identity has only where they are others."""
 Models = Mapping[str, dict[str, Any]]
 """Role -> `model_identity` of its configured model."""
 

@@ -443,11 +443,7 @@ def test_a_model_of_few_tokens(tmp_path):
 
 
 TRAINED_TOWER = "actor_rollout_ref.actor.megatron.freeze_vision_model=false"
-FEW_IMAGES = (
-    "data.train_batch_size=16",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.rollout.n=4",
-)
+FEW = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4")
 
 
 @pytest.mark.exhaustive
@@ -459,7 +455,7 @@ def test_a_tower_that_is_trained(tmp_path):
     model = save_qwen3_vl_folder(tmp_path / "model")
     options = (TRAINED_TOWER, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2")
     options += (f"actor_rollout_ref.model.path={model}", "data.image_key=images", "data.max_prompt_length=64")
-    options += FEW_IMAGES
+    options += FEW
     answer = rehearse(tmp_path / "out", "--ranks", "all", *options, config="configs/grpo_cpu.yaml")
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
@@ -475,7 +471,7 @@ def test_a_tower_that_is_trained(tmp_path):
 def test_a_recipe_whose_tower_is_trained(tmp_path, recipe, ranks):
     """As of every recipe, of fewer images, each of which is a pass of the tower. Would not catch seconds."""
     recipe = f"configs/recipes/{recipe}.yaml"
-    answer = rehearse(tmp_path, "--ranks", ranks, "--layers", "2", TRAINED_TOWER, *FEW_IMAGES, config=recipe)
+    answer = rehearse(tmp_path, "--ranks", ranks, "--layers", "2", TRAINED_TOWER, *FEW, config=recipe)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
