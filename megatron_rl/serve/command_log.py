@@ -64,6 +64,17 @@ class Entry:
 class _Lane:
     next_number: int = 1
     waiting: dict[int, Entry] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+
+    def due(self) -> Iterator[Entry]:
+        """Take what comes next, past numbers whose requests were refused, once a later one has come."""
+        while self.waiting:
+            if (entry := self.waiting.pop(self.next_number, None)) is not None:
+                yield entry
+            elif self.next_number not in self.refused:
+                return
+            self.refused.discard(self.next_number)
+            self.next_number += 1
 
 
 def _is_old(entry: Entry) -> bool:
@@ -106,10 +117,24 @@ class CommandLog:
             return entry, True
         lane = self._lanes.setdefault(entry.lane, _Lane())
         lane.waiting[entry.number] = entry
-        while (due := lane.waiting.pop(lane.next_number, None)) is not None:
-            self._ready.setdefault(entry.tenant, deque()).append(due)
-            lane.next_number += 1
+        self._advance(entry.tenant, lane)
         return entry, True
+
+    def _advance(self, tenant: str, lane: _Lane) -> None:
+        for due in lane.due():
+            self._ready.setdefault(tenant, deque()).append(due)
+
+    def refuse(self, tenant: str, name: str, number: int) -> bool:
+        """Note that a request of a lane was refused: later ones do not wait for its number; returns whether that is
+        new. Another request may still have the number until a later one runs.
+        """
+        first = self.next_number(name)
+        lane = self._lanes.setdefault(name, _Lane())
+        if not first <= number < first + MOST_AHEAD or number in lane.refused or number in lane.waiting:
+            return False
+        lane.refused.add(number)
+        self._advance(tenant, lane)
+        return True
 
     def _check_number(self, entry: Entry) -> None:
         first = self.next_number(entry.lane)
@@ -140,11 +165,12 @@ class CommandLog:
             for entry in self._entries.values()
             if entry.request_id in newest or entry.request_id.endswith(ONCE) or not (entry.is_read or _is_old(entry))
         ]
-        return {"lanes": {name: lane.next_number for name, lane in self._lanes.items()}, "entries": entries}
+        lanes = {name: [lane.next_number, sorted(lane.refused)] for name, lane in self._lanes.items()}
+        return {"lanes": lanes, "entries": entries}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Continue with what `kept` has returned. The log must be new."""
-        self._lanes = {name: _Lane(number) for name, number in kept["lanes"].items()}
+        self._lanes = {name: _Lane(number, refused=set(refused)) for name, (number, refused) in kept["lanes"].items()}
         for request_id, tenant, lane, number, digest, reply, is_read in kept["entries"]:
             entry = Entry(request_id, tenant, lane, number, digest, None, _of_text(reply), is_read)
             self._entries[request_id] = entry

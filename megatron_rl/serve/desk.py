@@ -7,6 +7,7 @@ give the same names, so that a journal of requests is enough to come back to the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,6 +80,11 @@ class SamplingSession:
     weights: str
 
 
+Post = Callable[[str, Body], dict[str, Any]]
+REFUSED = (400, 404, 415)
+"""Refusals after which a client continues with its next number. After others it sends the same request again."""
+
+
 class Desk:
     """Checks requests and turns them into commands of a log. One thread at a time may call it."""
 
@@ -95,16 +101,18 @@ class Desk:
         self._samplers: dict[str, SamplingSession] = {}
         self.num_changes, self.is_new = 0, False
         """Number of new requests so far; others change nothing, and a journal leaves them out."""
-        self.posts: dict[str, Callable[[str, Body], dict[str, Any]]] = {
+        self.refused: tuple[str, int] | None = None
+        """(model, number) of a request that was refused, so that later ones do not wait for it. A caller clears it."""
+        self.posts: dict[str, Post] = {
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._create_model,
             "get_info": self._get_info,
-            "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights,
+            "forward_backward": self._in_lane(self._forward_backward),
+            "optim_step": self._in_lane(self._optim_step),
+            "save_weights": self._in_lane(self._save_weights),
+            "save_weights_for_sampler": self._in_lane(self._save_for_sampler),
+            "load_weights": self._in_lane(self._load_weights),
             "create_sampling_session": self._create_sampling_session,
             "asample": self._sample,
             "weights_info": self._weights_info,
@@ -326,6 +334,26 @@ class Desk:
 
     def _number(self, values: Mapping[str, Any]) -> int:
         return request_values.whole(values, "seq_id", 1, MOST_NUMBER)
+
+    def _in_lane(self, post: Post) -> Post:
+        """Have the requests that follow a refused one not wait for its number."""
+
+        def noting(tenant: str, body: Body) -> dict[str, Any]:
+            try:
+                return post(tenant, body)
+            except BadRequest as refusal:
+                if refusal.status in REFUSED:
+                    self._note_refusal(tenant, body)
+                raise
+
+        return noting
+
+    def _note_refusal(self, tenant: str, body: Body) -> None:
+        with suppress(BadRequest, ValueError):
+            values = decoded(body.content, FORWARD_BACKWARD) if body.json is None else body.values
+            model, number = self._model(tenant, request_values.text(values, "model_id")), self._number(values)
+            if not self.log.has(f"{model}:{number}") and self.log.refuse(tenant, model, number):
+                self.refused = model, number
 
     def _numbered(self, tenant: str, command: Any, body: Body, number: int | None = None) -> dict[str, Any]:
         """Take a command of a model in its order."""

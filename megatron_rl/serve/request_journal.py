@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from megatron_rl.errors import ConfigError
 
 JOURNAL_FILE = "journal"
-REQUEST, REPLY, EXPIRY, SNAPSHOT = "request", "reply", "expiry", "snapshot"
+REQUEST, REPLY, REFUSAL, EXPIRY, SNAPSHOT = "request", "reply", "refusal", "expiry", "snapshot"
 DIGEST_DIGITS = 16
 
 

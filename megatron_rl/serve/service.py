@@ -20,7 +20,7 @@ from megatron_rl.serve.bad_request import BadRequest
 from megatron_rl.serve.client_commands import Command, SampleTokens
 from megatron_rl.serve.command_log import CommandReply, Entry
 from megatron_rl.serve.desk import Body, Desk
-from megatron_rl.serve.request_journal import EXPIRY, REPLY, REQUEST, SNAPSHOT, RequestJournal, records
+from megatron_rl.serve.request_journal import EXPIRY, REFUSAL, REPLY, REQUEST, SNAPSHOT, RequestJournal, records
 from megatron_rl.serve.request_values import text
 
 
@@ -77,12 +77,22 @@ class TrainingService:
         with self._lock:
             before = self._desk.num_changes
             self._desk.now = time.time()
-            reply = self._desk.posts[name](tenant, body)
+            try:
+                reply = self._desk.posts[name](tenant, body)
+            finally:
+                self._note_refusal(tenant)
             if self._desk.num_changes > before and self._journal is not None:
                 head = {"kind": REQUEST, "tenant": tenant, "name": name, "json": is_json, "at": self._desk.now}
                 self._journal.add(head, content)
                 self._work.notify()
         return reply
+
+    def _note_refusal(self, tenant: str) -> None:
+        if self._desk.refused is not None and self._journal is not None:
+            model, number = self._desk.refused
+            self._journal.add({"kind": REFUSAL, "tenant": tenant, "model": model, "number": number})
+            self._work.notify()
+        self._desk.refused = None
 
     def reply_to(self, tenant: str, request_id: str) -> CommandReply | None:
         """The reply to a command; None: it has none yet. Raises BadRequest for a command of another tenant."""
@@ -180,6 +190,10 @@ class TrainingService:
             self._desk.now = head.get("at", self._desk.now)
             if head["kind"] == SNAPSHOT:
                 self._restore(json.loads(content))
+                continue
+            if head["kind"] == REFUSAL:
+                self._repeat_all(groups, samples_again, found, others)
+                self._desk.log.refuse(head["tenant"], head["model"], head["number"])
                 continue
             if head["kind"] == EXPIRY:
                 self._repeat_all(groups, samples_again, found, others)

@@ -290,3 +290,21 @@ def test_the_sdks_loop_learns_and_its_journal_repeats(sdk: Path, tmp_path: Path)
         assert number == all_replies and int(number) > 3 * 20 * 64
     finally:
         service.line.kill_all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.weekly
+def test_the_page_has_what_the_sdk_gets(sdk: Path, tmp_path: Path) -> None:
+    """Each call of `sdk_calls.py` is served or refused as docs/train/serve.md has it. Would not catch wrong numbers."""
+    service = TrainingService(tmp_path, *ALONE)
+    try:
+        client = [sdk, "tests/e2e/sdk_calls.py", service.url, KEYS["anna"]]
+        told = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
+        outcomes = json.loads(told.stdout)
+    finally:
+        service.line.kill_all()
+    assert "wrong" not in outcomes.values()
+    page = (REPOSITORY / "docs/train/serve.md").read_text()
+    for title, start in (("served", "served"), ("refused", "refused: 4")):
+        names = ", ".join(f"`{name}`" for name, outcome in outcomes.items() if outcome.startswith(start))
+        assert f"| {title} | {names} |" in page

@@ -420,6 +420,26 @@ def test_a_sequence_ends_with_the_first_text() -> None:
     assert read_stops("ab", SERVED, {"+": 14}.get) == ((), ("ab",)) and read_stops(None, SERVED, {}.get) == (None, ())
 
 
+def test_later_requests_do_not_wait_for_a_refused_one() -> None:
+    """The SDK goes on with the next number. Until then another request may have it; one that was to come again waits.
+
+    Would not catch a client that gives a number up without a request.
+    """
+    desk = opened("create_session", "create_model")
+    assert refusal_of(desk, "forward_backward", loss_fn="pppo").field == "loss_fn" and desk.refused == (MODEL, 1)
+    post(desk, "forward_backward", seq_id=1)  # right now
+    assert [type(one) for one in run_all(desk)] == [ForwardBackward]
+    assert refusal_of(desk, "forward_backward", loss_fn="pppo", seq_id=2).status == 400
+    assert refusal_of(desk, "optim_step", seq_id=3, adam_params=None).status == 400
+    post(desk, "optim_step", seq_id=4)
+    assert [type(one) for one in run_all(desk)] == [OptimStep] and desk.log.next_number(MODEL) == 5
+    assert "not in 5 to" in str(refusal_of(desk, "optim_step", seq_id=3))
+    post(desk, "optim_step", seq_id=6)
+    assert run_all(desk) == []
+    assert refusal_of_waiting(desk, "load_weights", seq_id=5, path="tinker://x/weights/y") == 404
+    assert [type(one) for one in run_all(desk)] == [OptimStep]
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(content: bytes) -> None:
     """No other error, whatever is sent. Would not catch slow input."""
