@@ -154,8 +154,8 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
     if rollout.expert_parallel_size > 1:
         nearest[EP_KEY] = nearest[key] * dp_size
     if not engine_tp_sizes(config.trainer.device, [tp_size]):
-        sizes = ", ".join(map(str, CPU_TP_SIZES))
-        yield Violation({key: tp_size}, f"must be one of {sizes} on trainer.device=cpu, as vLLM's all-reduce", nearest)
+        known = ", ".join(map(str, CPU_TP_SIZES))
+        yield Violation({key: tp_size}, f"must be one of {known} on trainer.device=cpu, as vLLM's all-reduce", nearest)
     # On the actor's ranks a rollout TP that is training's is refused by training's rules: one message is enough.
     where = "" if in_place else f" of {pool.name} ({pool.size})"
     if dp_size > 1 and world_size % rollout.replica_size:
