@@ -76,7 +76,7 @@ def in_brackets(first: int, end: int) -> tuple[str, ...]:
 
 
 BLACKJACK = {"id": "Blackjack-v1", "actions": ["stick", "hit"]}
-NUMBER = {"id": "GuessTheNumber-v0-raw"}
+NUMBER, TIC_TAC_TOE = {"id": "GuessTheNumber-v0-raw"}, {"id": "TicTacToe-v0-raw", "players": 2}
 GUESSES, ADDED = ({"env": {"taskset": {"id": f"{name}-v1"}}} for name in ("guesses", "added"))
 CALL = '[adder_add(terms="7+3")]'
 
@@ -125,6 +125,9 @@ PLAYED = {
     "reasoning-gym": Played("reasoning-gym", "reasoning_gym", "reasoning_gym:gcd", {"tag": "answer"}, ("1", "2"), 1),
     "gymnasium": Played("gymnasium", "gymnasium", f"gymnasium:{BLACKJACK['id']}", BLACKJACK, ("stick", "hit", "x"), 4),
     "textarena": Played("textarena", "textarena", f"textarena:{NUMBER['id']}", NUMBER, in_brackets(1, 21), 4),
+    "textarena, two players": Played(
+        "textarena", "textarena", f"textarena:{TIC_TAC_TOE['id']}", TIC_TAC_TOE, in_brackets(0, 9), 3
+    ),
     "tinker-cookbook": Played(
         "tinker-cookbook torch==2.13.0", "tinker_cookbook", "", {"file": f"{OF_PACKAGES}/tinker_guess.py"}, NUMBERS, 4
     ),
