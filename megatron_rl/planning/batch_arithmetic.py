@@ -36,6 +36,10 @@ def _ppo_rows(config: RunConfig) -> list[tuple[str, str, str]]:
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
     ]
+    if rollout.attention_dp_size > 1:
+        shared = ("rollout DP", str(rollout.attention_dp_size), "TP groups of a replica, which share its experts")
+        of_both = ("rollout replicas", str(replicas or UNDEFINED), "ranks / (rollout TP x DP): copies of the experts")
+        generation = [generation[0], shared, of_both]
     if config.trainer.val_only:
         return [*layout, *generation, ("responses per prompt", str(rollout.val_kwargs.n), "rollout.val_kwargs.n")]
     return [
