@@ -162,9 +162,8 @@ class InFlightRequests:
             drafts = None if self._meter is None else self._meter.take(names[request], len(token_ids))
             log_probs, ended = tuple(new.log_probs[request]), new.finish.get(request, "")
             drawn[request] = Drawn(tuple(token_ids), log_probs, ended, new.experts.get(request), drafts)
-        for ended_there in self.groups.all(list(new.finish)):
-            for request in ended_there:
-                del self._places[request]
+        for request in set[int]().union(*self.groups.all(list(new.finish))):
+            del self._places[request]
         return self.groups.collect(drawn), num_steps
 
     def _take(self, output: Any, new: NewTokens) -> None:

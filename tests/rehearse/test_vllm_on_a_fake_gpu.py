@@ -22,6 +22,7 @@ DENSE = "configs/recipes/qwen2.5_7b_grpo.yaml"
 RANKS = {
     "configs/llama3_70b_ppo.yaml": 20,
     "configs/recipes/deepseek_v3_grpo.yaml": 21,
+    "configs/recipes/kimi_k2_grpo.yaml": 64,
     DENSE: 7,
     "configs/recipes/gpt_oss_20b_grpo.yaml": 1,
     "configs/recipes/llama3_70b_lora_grpo.yaml": 3,
@@ -75,7 +76,8 @@ def drawn_by(library, recipe, rank, folder, *options):
     found = json.loads((folder / "engine.json").read_text())
     assert (found["worker"], found["runner"]) == ("StableWorker", "vllm.v1.worker.gpu.model_runner")
     assert found["is_bound"]
-    assert found["drawn"] == {"0": 3, "1": 3} and found["num_steps"] == 3
+    # The first group of a replica with attention DP has one of two prompts.
+    assert found["drawn"] == {"0": 3} | ({} if "kimi" in recipe else {"1": 3}) and found["num_steps"] == 3
     assert sum(count for text, count in found["waits"]["slice"].items() if text.startswith("event")) == 3
     # Where its second runner is not the one that runs, none of these is launched.
     assert {"_gumbel_sample_kernel", "_topk_topp_kernel", "_post_update_kernel"} <= set(found["called"])
@@ -91,7 +93,7 @@ def test_an_engine_is_built_and_draws(library, tmp_path, recipe, rank):
     """
     found = drawn_by(library, recipe, rank, tmp_path, EAGER)
     assert 0 < found["held"] < found["profiled"] < found["planned"]
-    assert found["backends"] == [ROWS["DeepseekV3ForCausalLM"].backend if "deepseek" in recipe else "FLASH_ATTN"]
+    assert found["backends"] == [ROWS["DeepseekV3ForCausalLM"].backend if any(name in recipe for name in ("deepseek", "kimi")) else "FLASH_ATTN"]
     assert ("vllm::lora_shrink" in found["called"]) == ("lora" in recipe)
 
 
