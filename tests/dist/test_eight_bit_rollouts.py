@@ -22,6 +22,7 @@ from rollout_checks import (
     weights,
 )
 from rounded_folders import BLOCK, rounded_folder
+from sweeps import marks_of
 from tiny_gemma4 import save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
 from tiny_models import random_batch, save_deepseek_v3, save_llama, save_moonlight, save_qwen2_moe, save_qwen3_moe
@@ -93,6 +94,8 @@ CASES = [
     Case("TP2PP2-TP1-bfloat16", 2, 2, 1, options=BF16),
 ]
 OFTEN = ("TP2PP2-TP1",)
+SELDOM = ("TP4-TP2", "TP2EP2ETP1-TP2-latent", "TP2PP2-TP2-delta", "TP2PP2-TP1-latent-merged")
+"""Weekly: parts and cuts that other cases have one by one."""
 
 
 def round_trainer(worker) -> list[torch.Tensor]:
@@ -212,9 +215,7 @@ def eight_bit_rank(config, exported: str) -> dict:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(case, marks=[] if case.name in OFTEN else pytest.mark.exhaustive, id=case.name) for case in CASES
-    ],
+    params=[pytest.param(case, marks=marks_of(case.name, OFTEN, SELDOM), id=case.name) for case in CASES],
 )
 def run(request, tmp_path_factory):
     case = request.param

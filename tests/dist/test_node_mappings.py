@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from late_messages import LateMessages
 from ranks import run_ranks
-from transition_cases import CASES, Case, often
+from sweeps import WEEKLY
+from transition_cases import CASES, Case
 
 from megatron_rl.hybrid_engine import schedule
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
@@ -27,6 +28,7 @@ from megatron_rl.parallel.sharding import LogicalTensor, Shard, box_index, shard
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+EXHAUSTIVE = pytest.mark.exhaustive
 MESSAGES = ((32 << 20, 1 << 20), (64 << 10, 256))
 """(scratch memory in bytes, elements from which a run is a message of its own): few long messages, and many short."""
 
@@ -146,11 +148,28 @@ def test_nodes_change_the_way_of_weights_and_nothing_else(tmp_path) -> None:
     check(of("TP2PP2-TP2"), tmp_path, seeds=range(2))
 
 
+SWEPT = (
+    "TP4-TP2",
+    "TP2PP2DP2-TP1",
+    "TP2PP2VPP2-TP1",
+    "TP2PP2-TP1-dropping",
+    "TP3-TP1-other-padding",
+    "TP2DP2EP2ETP2-TP1",
+    "TP2PP2ETP2-TP1-qwen2-moe",
+    "PP2DP2EP2-TP2EP2",
+    "PP2-DP2EP2",
+)
+"""A layout for each way to cut: the plan of the others is in tests/hybrid_engine, their bytes in test_scenarios.py."""
+REST = [case for case in CASES if case.name != "TP2PP2-TP2"]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", often([case for case in CASES if case.name != "TP2PP2-TP2"], chosen=()))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=EXHAUSTIVE if case.name in SWEPT else WEEKLY, id=case.name) for case in REST]
+)
 def test_every_layout_on_every_mapping(case, tmp_path) -> None:
     """Every mapping of ranks to nodes, for all layouts of the transition tests: the shards of one node, bit for bit.
 
-    What is weekly there is weekly here. Would not catch what only a real network does.
+    Would not catch what only a real network does.
     """
     check(case, tmp_path, seeds=range(2))

@@ -111,7 +111,7 @@ KINDS = tuple(
     )
     for layout, ranks, sizes, keys, when in (
         ("CP2, p2p", CP2_OF_TWO, CP2 | P2P, {}, LONG),
-        ("CP2, all_gather, padded, selective", CP2_OF_TWO, CP2 | ALL_GATHER, PADDED | CORE_AGAIN, LONG),
+        ("CP2, all_gather, padded, selective", CP2_OF_TWO, CP2 | ALL_GATHER, PADDED | CORE_AGAIN, WEEKLY),
         ("CP2, a2a", CP2_OF_TWO, CP2 | A2A, {}, LONG),
         ("CP4, p2p, full", CP4_OF_FOUR, CP4 | P2P, TWO_LAYERS_AGAIN, WEEKLY),
         ("up to CP2 of 4 ranks, p2p", CP2_OF_FOUR, CP2 | P2P | CHOOSES, limited(14), WEEKLY),

@@ -35,7 +35,9 @@ def row(task: Task, layout: str, ranks: tuple[int, int, int], keys: dict[str, ob
 
 
 def laid_out(task: Task, often: tuple[str, str, str] | None) -> tuple[Row, ...]:
-    """Each layout with packed and padded rows and with several passes and one, and these in all pairs."""
+    """Each layout with packed and padded rows and with several passes and one, and these in all pairs: of SFT in the
+    sweeps, of the others half, the rest weekly.
+    """
     found = []
     for number, (layout, ranks) in enumerate(LAYOUTS.items()):
         for packed in (True, False):
@@ -44,7 +46,8 @@ def laid_out(task: Task, often: tuple[str, str, str] | None) -> tuple[Row, ...]:
             keys = {f"{group}__model__use_remove_padding": packed for group in ("actor_rollout_ref", "critic")}
             micro_batch = 16 if not several else 3 if task.kind == SFT else 2
             keys |= in_roles("ppo_micro_batch_size_per_gpu", micro_batch)
-            found.append(row(task, ", ".join(words), ranks, keys, ALWAYS if words == often else LONG))
+            swept = LONG if task is SUPERVISED or packed == (number % 2 == 0) else WEEKLY
+            found.append(row(task, ", ".join(words), ranks, keys, ALWAYS if words == often else swept))
     return tuple(found)
 
 
@@ -79,7 +82,7 @@ SPLIT = (
     row(SUPERVISED, "DP2, by tokens", DP2, by_tokens(40)),
     # Responses to one prompt are in one pass over ranks that are its own.
     *(
-        row(task, layout, ranks, keys)
+        row(task, layout, ranks, keys, LONG if task is PREFERRED or layout == "up to CP4" else WEEKLY)
         for task in (RANKED, PREFERRED)
         for layout, ranks, keys in (
             ("CP2", DP2, CP2),
@@ -148,7 +151,7 @@ PREFERENCES = (
                 common={"dpo__f_divergence_type": kind},
             ),
             TaskUpdate(PREFERRED),
-            LONG if kind == "js_divergence" else WEEKLY,
+            LONG if (kind, layout) == ("js_divergence", "TP2xPP2") else WEEKLY,
         )
         for kind in ("forward_kl", "js_divergence", "alpha_divergence")
         for layout, ranks in LAYOUTS.items()

@@ -93,7 +93,9 @@ def test_an_engine_is_built_and_draws(library, tmp_path, recipe, rank):
     """
     found = drawn_by(library, recipe, rank, tmp_path, EAGER)
     assert 0 < found["held"] < found["profiled"] < found["planned"]
-    assert found["backends"] == [ROWS["DeepseekV3ForCausalLM"].backend if any(name in recipe for name in ("deepseek", "kimi")) else "FLASH_ATTN"]
+    assert found["backends"] == [
+        ROWS["DeepseekV3ForCausalLM"].backend if any(name in recipe for name in ("deepseek", "kimi")) else "FLASH_ATTN"
+    ]
     assert ("vllm::lora_shrink" in found["called"]) == ("lora" in recipe)
 
 
