@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.planning.layout_search.exact_ranking import Candidate
 from megatron_rl.planning.layout_search.pools import PoolChoice
-from megatron_rl.planning.layout_search.search_problem import SearchProblem
+from megatron_rl.planning.layout_search.search_problem import SearchProblem, attention_dp
 from megatron_rl.planning.layout_search.search_result import SearchResult
 from megatron_rl.planning.memory import GEN, RESHARD
 
@@ -22,13 +22,19 @@ IDLE, BUBBLE = 0.1, 0.1
 
 def placement_table(mapped: SearchResult) -> Table:
     """Roles, ranks, layout and memory: one row for each pool of each candidate."""
-    rows = []
+    rows, dp_size = [], attention_dp(mapped.request.work)
     for number, candidate in enumerate(mapped.candidates, start=1):
         for place, choice in enumerate(candidate.placed.choices):
             name = list(candidate.memory)[place]
             first = (str(number), f"{candidate.seconds:.2f} s") if place == 0 else ("", "")
             rows.append(
-                (*first, roles_of_pool(choice), ranks_of_pool(choice), layout_of_pool(choice), *_peak(candidate, name))
+                (
+                    *first,
+                    roles_of_pool(choice),
+                    ranks_of_pool(choice),
+                    layout_of_pool(choice, dp_size),
+                    *_peak(candidate, name),
+                )
             )
     headings = ("", "step", "roles", "ranks", "layout", "memory", "worst in")
     return plain_table("Placements, fastest first", headings, rows)
@@ -65,14 +71,16 @@ def ranks_of_pool(choice: PoolChoice) -> str:
     return f"{choice.shape.num_nodes} x {choice.shape.per_node}"
 
 
-def layout_of_pool(choice: PoolChoice) -> str:
-    """Return the layouts of training and of generation."""
+def layout_of_pool(choice: PoolChoice, dp_size: int) -> str:
+    """Return the layouts of training and of generation. dp_size: attention DP."""
     parts = []
     if choice.grid is not None:
         dp = choice.shape.num_ranks // (choice.grid.tp * choice.grid.cp * choice.grid.pp)
         parts.append(f"{choice.grid} DP{dp}")
     if choice.generation is not None:
-        parts.append(f"rollout TP{choice.generation.tp} x {choice.shape.num_ranks // choice.generation.tp}")
+        tp_size = choice.generation.tp
+        layout = f"rollout TP{tp_size}" + f" DP{dp_size}" * (dp_size > 1)
+        parts.append(f"{layout} x {choice.shape.num_ranks // (tp_size * dp_size)}")
     return ", ".join(parts)
 
 
@@ -174,7 +182,7 @@ def as_json(mapped: SearchResult) -> dict[str, Any]:
                         "roles": list(choice.block),
                         "nnodes": choice.shape.num_nodes,
                         "n_gpus_per_node": choice.shape.per_node,
-                        "layout": layout_of_pool(choice),
+                        "layout": layout_of_pool(choice, attention_dp(mapped.request.work)),
                     }
                     for pool, choice in zip(candidate.memory, candidate.placed.choices, strict=True)
                 },
