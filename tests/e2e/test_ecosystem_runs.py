@@ -261,3 +261,22 @@ def test_episodes_of_a_server_that_is_killed_have_failed(command_line, interpret
         assert line.get("critic/score/mean") == pytest.approx(line.get("environment/reward/mean"), abs=1e-6)
         assert ("critic/score/mean" in line) == (line["episode/failed_ratio"] < 1)
     assert "cannot be reached" in run.text() or "the server has gone" in run.text()
+
+
+@pytest.mark.timeout(3300)
+def test_guessing_on_a_server_is_learnt(command_line, interpreter, tmp_path) -> None:
+    """As `make demo-agent` does without one, in as many steps; numbers are those of the server's seeds. Would not
+    catch what a further seed shows.
+    """
+    python, folder = interpreter("openenv-core"), tmp_path / "guess"
+    made = subprocess.run([sys.executable, "scripts/make_agent_assets.py", "guess", f"--output={folder}"])
+    assert made.returncode == 0
+    model, data = f"actor_rollout_ref.model.path={folder}/model", (f"data.train_files={folder}/train.parquet",)
+    with served(python) as (url, _):
+        kwargs = f"{TURNS}.environment.kwargs={{url: '{url}', observation: text}}"
+        way = (f"{TURNS}.environment.path=adapter:openenv", f"{TURNS}.environment.name=Environment", kwargs)
+        keys = (*LOCAL, model, *data, f"data.val_files={folder}/test.parquet", *way, f"{TURNS}.python={python}")
+        run = command_line(*keys, config="configs/agents/guess.yaml")
+        assert run.wait(3000) == 0, run.text()
+    held_out = [line[HELD_OUT] for line in metrics(run).values() if HELD_OUT in line]
+    assert held_out[0] < 0.5 and held_out[-1] >= 0.95, held_out
