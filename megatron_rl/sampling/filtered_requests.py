@@ -102,8 +102,17 @@ class FilteredRequests(Requests):
         self._left: dict[int, int] = {}
         self._fresh: list[int] = []
 
+    @property
+    def _continues(self) -> bool:
+        # The first batch goes first: a later one may have to wait for versions that the first one makes possible.
+        back, fresh = self._given_back, self._fresh
+        return bool(back) and (not fresh or self.groups.batch_of(back[0]) <= self.groups.batch_of(fresh[-1]))
+
+    def _place(self, request: int) -> tuple[int, int]:
+        return self.groups.batch_of(request), request
+
     def head(self) -> int | None:
-        if self._given_back:
+        if self._continues:
             return self._given_back[0]
         return self._fresh[-1] if self._fresh else None
 
@@ -172,6 +181,7 @@ class FilteredRequests(Requests):
             self.groups.drop(group)
         self.taken = batch
         self.groups.forget(batch)
+        self._sort()
         held = {group for group, _ in self.groups.moved}
         self._left = {group: num for group, num in self._left.items() if group in held}
         self._begun_under = {group: version for group, version in self._begun_under.items() if group in held}
@@ -192,7 +202,8 @@ class FilteredRequests(Requests):
         self.groups.join(self.joined[-1])
 
     def _sort(self) -> None:
-        self._fresh.sort(key=lambda request: (self.groups.batch_of(request), request), reverse=True)
+        self._given_back.sort(key=self._place)
+        self._fresh.sort(key=self._place, reverse=True)
 
     def _settle(self, batch: int) -> None:
         """Let groups join or leave a batch, as the verdicts on its groups ask for."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
 from megatron_rl.sampling.group_map import GroupMap, move_groups, plan_swap
@@ -46,9 +46,14 @@ class Requests:
 
     def head(self) -> int | None:
         """The request that is handed out next; None at the end of the run."""
-        if self._given_back:
+        if self._continues:
             return self._given_back[0]
         return self._next_new if self._next_new < self.rules.num_steps_total * self.rules.batch_rows else None
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the next request is one that was given back."""
+        return bool(self._given_back)
 
     def next_batch(self) -> int | None:
         """The batch of the request that is handed out next."""
@@ -71,8 +76,8 @@ class Requests:
         """The next `num` requests, or fewer if fewer may start under `version`."""
         handed_out: list[int] = []
         while len(handed_out) < num and (head := self.head()) is not None and self.may_start(head, version):
-            if self._given_back:
-                heappop(self._given_back)
+            if self._continues:
+                self._given_back.pop(0)
                 if head // self.rules.group_size in self._begun_under:
                     self._note_version(head, version)  # a replica may have older weights than the one that was lost
             else:
@@ -93,7 +98,11 @@ class Requests:
 
     def give_back(self, request: int) -> None:
         """An open request waits again."""
-        heappush(self._given_back, request)
+        insort(self._given_back, request, key=self._place)
+
+    def _place(self, request: int) -> tuple[int, int]:
+        """What orders requests that were given back."""
+        return 0, request
 
     def finish(self, request: int) -> None:
         """An open request has its reply."""

@@ -69,6 +69,7 @@ def check(scene: Scene, outcome: SimulatedRun) -> None:
 @settings(max_examples=1000, deadline=None)
 @given(seeds, st.booleans())
 @example(421363295, False)  # a request of a lost replica begins again under older weights
+@example(414382, False)  # one of a lost replica must wait for later weights, before which others complete a batch
 def test_every_run_with_verdicts_ends(seed, has_turns):
     """In all modes, with losses, replicas that come back, and saves: no hang, no group lost or trained twice. Would not
     catch a verdict that never comes: the reward function's limits are for that.
