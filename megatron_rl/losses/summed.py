@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, float]
 WEIGHTED, SAMPLED = ("weights",), ("logprobs", "advantages")
 COUNTED = "sequence_ratio_mask"
-"""What data call the numbers that are not 0 where a token counts."""
+"""The name, in a datum, of the numbers that are not 0 where a token counts."""
 ANOTHER_KEYS = "bypass_mode"
 """A name whose loss another key of the configuration decides."""
 
@@ -114,6 +114,6 @@ def _value(actor: ActorConfig, name: str) -> Any:
 
 
 def _with_settings(actor: ActorConfig, settings: Settings) -> ActorConfig:
-    own = {name: value for name, value in settings.items() if hasattr(actor, name)}
-    below = {name: value for name, value in settings.items() if name not in own}
-    return replace(actor, **own, policy_loss=replace(actor.policy_loss, **below))  # type: ignore[arg-type]  # by name
+    of_actor = {name: value for name, value in settings.items() if hasattr(actor, name)}
+    below = {name: value for name, value in settings.items() if name not in of_actor}
+    return replace(actor, **of_actor, policy_loss=replace(actor.policy_loss, **below))  # type: ignore[arg-type]  # by name

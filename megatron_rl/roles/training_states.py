@@ -55,7 +55,7 @@ def _write(file: Path, kept: KeptState) -> int:
 
 
 def _count(names: Sequence[str], part: str) -> int:
-    """How many tensors of a part a file has. Raises KeyError for none."""
+    """Return the number of tensors that a file has of a part. Raises KeyError if there are none."""
     if not (number := sum(name.startswith(f"{part}.") for name in names)):
         raise KeyError(part)
     return number

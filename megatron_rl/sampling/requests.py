@@ -101,7 +101,7 @@ class Requests:
         insort(self._given_back, request, key=self._place)
 
     def _place(self, request: int) -> tuple[int, int]:
-        """What orders requests that were given back."""
+        """Return the sort key of a request that was given back."""
         return 0, request
 
     def finish(self, request: int) -> None:

@@ -148,8 +148,8 @@ class CommandLog:
         return not any(self._num_open.values())
 
     def kept(self) -> dict[str, Any]:
-        """What another log continues with, as JSON, while nothing is open: the lanes' numbers, commands that are no
-        model's and change something, replies that no client has read, and the newest of the others.
+        """Return the state that another log restores, as JSON, while nothing is open: the lanes' numbers, commands that
+        are no model's and change something, replies that no client has read, and the newest of the others.
         """
         newest = {entry.request_id for replied in self._replied.values() for entry in list(replied)[-MOST_READ:]}
         entries = [

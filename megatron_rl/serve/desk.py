@@ -427,7 +427,7 @@ class Desk:
         return self._saved.copies
 
     def kept(self) -> dict[str, Any]:
-        """What another desk continues with, as JSON, while no command is open."""
+        """Return the state that another desk restores, as JSON, while no command is open."""
         return {
             "sessions": self._sessions,
             "models": {name: asdict(one) for name, one in self._models.items()},
@@ -454,7 +454,9 @@ class Desk:
     # Lists, which change nothing
 
     def checkpoints(self, tenant: str, model: str | None = None) -> list[dict[str, Any]]:
-        """What a tenant has saved; of one training run, whose id is its model's, or of all. Raises BadRequest."""
+        """Return the saved states of a tenant: of one training run, whose id is its model's, or of all. Raises
+        BadRequest.
+        """
         if model is not None:
             self._run(tenant, model)
         return [one.checkpoint for one in self._saved.of_tenant(tenant, self.now, model)]

@@ -53,7 +53,7 @@ Read = Callable[[Desk, str, web.Request], dict[str, Any]]
 RUN = "training_runs/{run}"
 CHECKPOINT = RUN + "/checkpoints/{folder}/{name}"
 MOST_ROWS = 1000
-"""Of one page of a list."""
+"""The most entries on one page of a list."""
 
 
 def _page(name: str, rows: Sequence[Any], request: web.Request) -> dict[str, Any]:

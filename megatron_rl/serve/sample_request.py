@@ -60,10 +60,10 @@ def read_prompt(prompt: Any, served: ServedModel) -> tuple[int, ...]:
         if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
             raise BadRequest(f"prompt.chunks[{place}]", f"{shown(kind)} is not served; try: encoded_text")
         ids += chunk["tokens"]
-    found = request_values.tokens("prompt", ids, served)
-    if not found:
+    token_ids = request_values.tokens("prompt", ids, served)
+    if not token_ids:
         raise BadRequest("prompt", "it has no token; try: one")
-    return found
+    return token_ids
 
 
 def read_stops(stop: Any, served: ServedModel, stop_token: StopToken) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
@@ -73,7 +73,7 @@ def read_stops(stop: Any, served: ServedModel, stop_token: StopToken) -> tuple[t
     given = stop if isinstance(stop, list) else [stop]
     if len(given) > MOST_STOPS:
         raise BadRequest("sampling_params.stop", f"{len(given)} stops are too many; try: {MOST_STOPS}")
-    found, texts = list[int](), list[str]()
+    stop_ids, texts = list[int](), list[str]()
     for place, one in enumerate(given):
         token = stop_token(one) if isinstance(one, str) else one
         if isinstance(one, str):
@@ -82,12 +82,12 @@ def read_stops(stop: Any, served: ServedModel, stop_token: StopToken) -> tuple[t
                 raise BadRequest(f"sampling_params.stop[{place}]", rule)
             texts.append(one)
         if token is not None:
-            found += request_values.tokens(f"sampling_params.stop[{place}]", [token], served)
-    return tuple(found), tuple(texts)
+            stop_ids += request_values.tokens(f"sampling_params.stop[{place}]", [token], served)
+    return tuple(stop_ids), tuple(texts)
 
 
 def cut_at(texts: Sequence[str], token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """How many tokens it takes until one of the texts is complete; None: it never is."""
+    """Return the number of tokens until one of the texts is complete; None: it never is."""
     if not any(text in decode(token_ids) for text in texts):
         return None
     return next(

@@ -94,12 +94,12 @@ def read_expiry(values: Mapping[str, Any], now: float) -> float | None:
 
 def read_metadata(values: Mapping[str, Any]) -> Mapping[str, str]:
     """A client's own texts. Raises BadRequest."""
-    found = values.get("user_metadata") or {}
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise BadRequest("user_metadata", f"{shown(found)} has values that are no texts")
-    if (size := sum(len(name) + len(text) for name, text in found.items())) > MOST_METADATA:
+    metadata = values.get("user_metadata") or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise BadRequest("user_metadata", f"{shown(metadata)} has values that are no texts")
+    if (size := sum(len(name) + len(text) for name, text in metadata.items())) > MOST_METADATA:
         raise BadRequest("user_metadata", f"it has {size} characters; try: at most {MOST_METADATA}")
-    return found
+    return metadata
 
 
 class SavedStates:
@@ -121,9 +121,9 @@ class SavedStates:
         return saved
 
     def of_tenant(self, tenant: str, now: float, model: str | None = None) -> list[ClientState]:
-        """What a tenant has saved and can still load, the newest last. model: of this one alone."""
-        own = [one for one in self._states.values() if one.tenant == tenant and one.is_whole and not _is_over(one, now)]
-        return [one for one in own if model in (None, one.model)]
+        """Return the states that a tenant can load, the newest last. model: of this one alone."""
+        states = [one for one in self._states.values() if one.tenant == tenant and model in (None, one.model)]
+        return [one for one in states if one.is_whole and not _is_over(one, now)]
 
     def next_copy(self, tenant: str, path: str, overwrite: bool) -> str:
         """The name of the copy that a request would save. Raises BadRequest where the path is taken or too many are."""
@@ -179,7 +179,7 @@ class SavedStates:
         return [state.copy for state in self._states.values()]
 
     def kept(self) -> dict[str, Any]:
-        """What another object continues with, as JSON, while no command is open."""
+        """Return the state that another object restores, as JSON, while no command is open."""
         return {"states": [asdict(one) for one in self._states.values()], "times_saved": self._times_saved}
 
     def restore(self, kept: Mapping[str, Any]) -> None:

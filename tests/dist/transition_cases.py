@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -152,11 +152,6 @@ WEEKLY_CASES = (
 """What the sweeps leave to the week: further families in a layout that another model has, or a subset of its axes."""
 
 
-def when_of(case: Case, chosen: Collection[str] = OFTEN) -> list[pytest.MarkDecorator]:
-    """None of the chosen ones; the others are exhaustive, and of these some weekly."""
-    return marks_of(case.name, chosen, WEEKLY_CASES)
-
-
-def often(cases: list[Case], chosen: Collection[str] = OFTEN) -> list:
-    """Parameters: the chosen ones as they are, the others as `when_of` says."""
-    return [pytest.param(one, marks=when_of(one, chosen), id=one.name) for one in cases]
+def when_of(case: Case) -> list[pytest.MarkDecorator]:
+    """None of `OFTEN`; the others are exhaustive, and of these some weekly."""
+    return marks_of(case.name, OFTEN, WEEKLY_CASES)

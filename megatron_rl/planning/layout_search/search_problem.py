@@ -338,8 +338,8 @@ def attention_dp(work: SearchProblem) -> int:
 def engine_memory(work: SearchProblem, rollout_tp: int) -> int:
     """Return the bytes that an engine needs in addition to weights and cache."""
     if rollout_tp not in work.engines:
-        found = engine_bytes(work.config, work.actor.model, work.actor.element, rollout_tp, attention_dp(work))
-        work.engines[rollout_tp] = found
+        needed = engine_bytes(work.config, work.actor.model, work.actor.element, rollout_tp, attention_dp(work))
+        work.engines[rollout_tp] = needed
     return work.engines[rollout_tp]
 
 
