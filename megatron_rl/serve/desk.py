@@ -28,6 +28,7 @@ from megatron_rl.serve.protobuf import decoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.request_values import ServedModel
 from megatron_rl.serve.sample_request import read_sample
+from megatron_rl.serve.sampling_sessions import SamplingSessions
 from megatron_rl.serve.saved_states import (
     SCHEME,
     ClientState,
@@ -72,14 +73,6 @@ class ClientModel:
     is_loaded: bool = True
 
 
-@dataclass(frozen=True)
-class SamplingSession:
-    """A sampling session. weights: a path; "" for the model as the service starts."""
-
-    tenant: str
-    weights: str
-
-
 Post = Callable[[str, Body], dict[str, Any]]
 REFUSED = (400, 404, 415)
 """Refusals after which a client continues with its next number. After others it sends the same request again."""
@@ -98,7 +91,7 @@ class Desk:
         self._num_drops = 0
         self.now = 0.0
         """Seconds since 1970, of the request that is taken; a caller sets them."""
-        self._samplers: dict[str, SamplingSession] = {}
+        self._samplers = SamplingSessions(self._saved)
         self.num_changes, self.is_new = 0, False
         """Number of new requests so far; others change nothing, and a journal leaves them out."""
         self.refused: tuple[str, int] | None = None
@@ -305,26 +298,22 @@ class Desk:
             weights = self._state(tenant, values, for_sampling=True).path
         else:
             self._check_base(values)
-        made = SamplingSession(tenant, weights)
-        self.num_changes += sampler not in self._samplers
-        if self._samplers.setdefault(sampler, made) != made:
-            raise BadRequest("sampling_session_seq_id", f"{sampler} reads other weights; try: the next number")
+        self.num_changes += self._samplers.make(tenant, sampler, weights)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sampler_info(self, tenant: str, name: str) -> dict[str, Any]:
         """Return the weights of a sampling session. Raises BadRequest for one that the tenant does not have."""
-        sampler = self._samplers.get(name)
-        if sampler is None or sampler.tenant != tenant:
-            raise BadRequest("sampler_id", f"{shown(name)} is no sampling session of this key", 404)
-        return {"sampler_id": name, "base_model": self.served.base_model, "model_path": sampler.weights or None}
+        weights = self._samplers.find(tenant, name).weights
+        return {"sampler_id": name, "base_model": self.served.base_model, "model_path": weights or None}
 
     def _sample(self, tenant: str, body: Body) -> dict[str, Any]:
         values = body.values
         name = request_values.text(values, "sampling_session_id")
-        self.sampler_info(tenant, name)
-        number, path = request_values.whole(values, "seq_id", 0, 1 << 62), self._samplers[name].weights
-        request = f"{name}:{number}"
-        weights = "" if not path else path if self.log.has(request) else self._saved.find(tenant, path, self.now).copy
+        request, weights = f"{name}:{request_values.whole(values, 'seq_id', 0, 1 << 62)}", ""
+        if self.log.has(request):  # though its weights may be gone
+            self._session(tenant, {"session_id": name.partition(":")[0]})
+        elif path := self._samplers.find(tenant, name).weights:
+            weights = self._saved.find(tenant, path, self.now).copy
         usual_seed = int(digest_of(f"{self._seed},{request}".encode()), 16) >> 1
         command = read_sample(values, weights, usual_seed, self.served, self._stop_token)
         given = self._given(tenant, command, body, request)
@@ -384,7 +373,7 @@ class Desk:
             path = client_path(command.path)
             self._saved.saved(path, command.path, reply.content["size_bytes"])
             if command.sampler:
-                self._samplers.setdefault(command.sampler, SamplingSession(entry.tenant, path))
+                self._samplers.add_saved(entry.tenant, command.sampler, path)
         self._saved.end(command)
 
     # Saved states
@@ -431,7 +420,7 @@ class Desk:
         return {
             "sessions": self._sessions,
             "models": {name: asdict(one) for name, one in self._models.items()},
-            "samplers": {name: asdict(one) for name, one in self._samplers.items()},
+            "samplers": self._samplers.kept(),
             "saved": self._saved.kept(),
             "log": self.log.kept(),
             "num_drops": self._num_drops,
@@ -446,7 +435,7 @@ class Desk:
         """Continue with what `kept` has returned. The desk must be new."""
         self._sessions = dict(kept["sessions"])
         self._models = {name: ClientModel(**one) for name, one in kept["models"].items()}
-        self._samplers = {name: SamplingSession(**one) for name, one in kept["samplers"].items()}
+        self._samplers.restore(kept["samplers"])
         self._saved.restore(kept["saved"])
         self.log.restore(kept["log"])
         self._num_drops = kept["num_drops"]
@@ -495,5 +484,4 @@ class Desk:
         """Models and samplers of a session. Raises BadRequest for one that the tenant does not have."""
         self._session(tenant, {"session_id": name})
         models = [model for model, one in self._models.items() if one.session == name]
-        samplers = [sampler for sampler in self._samplers if sampler.startswith(f"{name}:")]
-        return {"training_run_ids": models, "sampler_ids": samplers}
+        return {"training_run_ids": models, "sampler_ids": self._samplers.of(name)}

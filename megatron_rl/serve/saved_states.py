@@ -120,6 +120,10 @@ class SavedStates:
             raise BadRequest("path", f"{shown(path)} is nothing that this key has saved", 404)
         return saved
 
+    def at(self, path: str) -> ClientState | None:
+        """The state of a path, whole or not, expired or not."""
+        return self._states.get(path)
+
     def of_tenant(self, tenant: str, now: float, model: str | None = None) -> list[ClientState]:
         """Return the states that a tenant can load, the newest last. model: of this one alone."""
         states = [one for one in self._states.values() if one.tenant == tenant and model in (None, one.model)]

@@ -31,6 +31,7 @@ from megatron_rl.serve.protobuf import decoded, encoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.request_values import ServedModel
 from megatron_rl.serve.sample_request import cut_at, read_stops
+from megatron_rl.serve.sampling_sessions import MOST_SAMPLERS
 from megatron_rl.serve.saved_states import MOST_UNNAMED
 from megatron_rl.serve.service import read_body
 from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT, forward_backward_output
@@ -368,7 +369,7 @@ def test_only_the_newest_weights_without_a_name_stay() -> None:
     post(desk, "save_weights", seq_id=number + 1)
     assert [one.copy.rpartition("/")[2] for one in run_all(desk) if isinstance(one, DropCopy)] == ["sampler-1"]
     asked = {"sampling_session_id": "session-0:sample:1"}
-    assert "nothing that this key has saved" in str(refusal_of(desk, "asample", **asked))
+    assert "no sampling session of this key" in str(refusal_of(desk, "asample", **asked))
     post(desk, "asample", sampling_session_id="session-0:sample:2")
     assert (
         refusal_of_waiting(desk, "unload_model", content=json.dumps({"model_id": "session-1:train:0"}).encode()) == 404
@@ -380,6 +381,33 @@ def test_only_the_newest_weights_without_a_name_stay() -> None:
     loaded = post(desk, "load_weights", model_id=None, session_id="session-0", model_seq_id=1)
     assert loaded == {"request_id": "session-0:train:1:create"}
     assert run_all(desk) == [CreateModel("session-0:train:1", ONE, with_optimizer=True)]
+
+
+def test_a_tenant_has_so_many_sampling_sessions() -> None:
+    """1,000, without those that a loop saves for; they end with their weights, and what was asked of them stays.
+
+    Would not catch a slow one.
+    """
+    desk = opened(*TRAINED)
+    post(desk, "save_weights_for_sampler", path="named", seq_id=4)
+    run_all(desk)
+    path = {"base_model": None, "model_path": f"tinker://{MODEL}/sampler_weights/named"}
+    for number in range(1, MOST_SAMPLERS + 1):
+        post(desk, "create_sampling_session", sampling_session_seq_id=number, **(path if number == 7 else {}))
+    asked = {"sampling_session_id": "session-0:sample:7"}
+    sampled = post(desk, "asample", **asked)
+    run_all(desk)
+    refusal = refusal_of(desk, "create_sampling_session", sampling_session_seq_id=number + 1)
+    assert (refusal.status, refusal.field) == (429, "sampling_session") and str(MOST_SAMPLERS) in str(refusal)
+    again = a_desk()
+    again.restore(json.loads(json.dumps(desk.kept())))
+    for one in (desk, again):
+        post(one, "create_sampling_session", sampling_session_seq_id=number)
+        post(one, "save_weights_for_sampler", seq_id=5, sampling_session_seq_id=number + 2)
+        post(one, "delete_checkpoint", content=json.dumps({"path": path["model_path"]}).encode())
+        post(one, "create_sampling_session", sampling_session_seq_id=number + 1)
+        assert post(one, "asample", **asked) == sampled
+        assert refusal_of_waiting(one, "asample", **asked, seq_id=1) == 404
 
 
 def test_lists_are_a_tenants_own() -> None:
