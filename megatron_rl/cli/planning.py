@@ -43,6 +43,7 @@ from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory_report import with_kv_cache
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.run_plan import Plan, mean_lengths, plan_of
+from megatron_rl.planning.served_states import served_as_json, served_note
 from megatron_rl.profile.hardware_file import hardware_text
 from megatron_rl.profile.hardware_file import sentences as profile_sentences
 from megatron_rl.profile.hardware_file import tables as profile_tables
@@ -53,6 +54,11 @@ MAP_WIDTH = 150
 MOST_SAMPLED = 1000
 DECIDED = re.compile(r"(parallel_size|nnodes|n_gpus_per_node|memory_bytes|memory_utilization|offload)$|pool")
 """Keys that `map` decides."""
+
+
+Served = Annotated[
+    int, typer.Option("--served", min=0, help="Host memory for the states of this number of models of `serve`.")
+]
 
 
 def plan_command(
@@ -81,6 +87,7 @@ def plan_command(
     features: Annotated[
         bool, typer.Option("--features", help="The features that are on, and what each does not go with; no tables.")
     ] = False,
+    served: Served = 0,
 ) -> None:
     """Say whether a run fits into memory and how long a step takes, and every rule it breaks. Starts nothing.
 
@@ -103,7 +110,7 @@ def plan_command(
             run_config = with_kv_cache(run_config, gpu, variant_of=models) if models is not None else run_config
             plan = plan_of(run_config, gpu, prompt_length, response_length, variant_of=models)
     if as_json:
-        print_plan(run, plan, features)
+        print_plan(run, plan, features, served)
         raise typer.Exit(ConfigError.exit_code if violations else 0)
     console = Terminal()
     if features and run_config is not None:
@@ -112,7 +119,7 @@ def plan_command(
         title = f"Plan of {config}, on {plan.memory.hardware.name}"
         for table in plan.tables() if whole else [layout_table(plan.rows(), title)]:
             console.print(table)
-        for line in plan_lines(plan, run, config, overrides or (), hardware, whole):
+        for line in plan_lines(plan, run, config, overrides or (), hardware, whole, served):
             say(line, console)
     elif run_config is not None and not any(each.subject.startswith("unknown key") for each in violations):
         console.print(layout_table(batch_rows(run_config)))
@@ -120,10 +127,12 @@ def plan_command(
     raise_problems("this run cannot start", violations)
 
 
-def print_plan(run: CheckedConfig, plan: Plan | None, features: bool) -> None:
-    """Print a plan as JSON. features: with the features that are on."""
+def print_plan(run: CheckedConfig, plan: Plan | None, features: bool, served: int) -> None:
+    """Print a plan as JSON. features: with the features that are on. served: number of models of a service."""
     content = {"valid": not run.violations, "violations": [violation.as_json() for violation in run.violations]}
     content |= run.as_json() | ({"plan": plan.as_json()} if plan else {})
+    if plan is not None and served:
+        content["served"] = served_as_json(plan.models, served)
     if features and run.config is not None:
         content["features"] = rows_as_json(features_on(run.config))
     print_json(content)
@@ -143,9 +152,11 @@ def plan_lines(
     overrides: Sequence[str],
     hardware: str | None,
     whole: bool,
+    served: int,
 ) -> list[str]:
     """Return the lines below the tables: notes, changes of a plan that does not fit, and the command that leads on."""
     lines = [*run.lines(whole), *plan.notes(), *unproven_notes(plan.config)]
+    lines += [served_note(plan.models, served)] if served else []
     if plan.fitting is not None and plan.config.generates:
         further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
         lines.append(f"  search all layouts: {search_command(plan, config, overrides, hardware)}{further}")

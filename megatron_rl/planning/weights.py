@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -147,9 +147,15 @@ class FlatBuffer:
 
     def muon_numels(self, specs: Mapping[str, ParamSpec], size: int) -> list[int]:
         """Return the elements that Muon updates on each of `size` ranks, which have equal parts of every bucket."""
+        return self.numels_of_ranks(size, {name for name in specs if is_muon_matrix(name, specs[name].tensor)})
+
+    def numels_of_ranks(self, size: int, names: Container[str] | None = None) -> list[int]:
+        """Return the elements of parameters, without padding, on each of `size` ranks, which have equal parts of every
+        bucket. names: of these alone.
+        """
         numels, stops = [0] * size, self.stops or (self.numel,)
         for name, start in self.offsets:
-            if is_muon_matrix(name, specs[name].tensor):
+            if names is None or name in names:
                 begin, stop = bucket_around(stops, start)
                 runs = runs_in_bucket(start - begin, start - begin + self.numels[name], stop - begin, size)
                 numels = [numel + length(run) for numel, run in zip(numels, runs, strict=True)]

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.megatron import MUON
 from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.lifecycle import StopPolicy
@@ -20,6 +19,7 @@ from megatron_rl.controller.run_setup import RunPools, raise_failures, take_fold
 from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.losses.summed import summed_losses
 from megatron_rl.planning.memory import planned_memory
+from megatron_rl.planning.served_states import check_served
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.serve.desk import Desk
@@ -28,27 +28,6 @@ from megatron_rl.serve.request_journal import JOURNAL_FILE
 from megatron_rl.serve.request_values import ServedModel
 from megatron_rl.serve.role_driver import STATES_FOLDER, RoleDriver
 from megatron_rl.serve.service import TrainingService
-
-
-def check_served(config: RunConfig) -> None:
-    """Raise ConfigError for a configuration whose roles a service cannot drive."""
-    placement, megatron = Placement.of(config), config.actor_rollout_ref.actor.megatron
-    if len(placement.roles) > 2:
-        rule = f"serve has an actor and a rollout, and this configuration has {', '.join(sorted(placement.roles))}"
-        raise ConfigError(
-            f"{rule}; try: algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=false "
-            "actor_rollout_ref.actor.use_kl_loss=false"
-        )
-    if not placement.is_colocated:
-        raise ConfigError("serve needs actor and rollout in one pool; try: without actor_rollout_ref.rollout.pool")
-    if config.actor_rollout_ref.actor.optim.optimizer == MUON:
-        rule = "serve steps with Adam, and actor_rollout_ref.actor.optim.optimizer=muon"
-        raise ConfigError(f"{rule}; try: actor_rollout_ref.actor.optim.optimizer=adam")
-    if megatron.override_ddp_config.overlap_grad_reduce:
-        key = "actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce"
-        raise ConfigError(
-            f"serve reduces gradients once, at a step, and {key}=true does after each pass; try: {key}=false"
-        )
 
 
 def serve(

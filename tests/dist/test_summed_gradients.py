@@ -6,6 +6,8 @@ only the order of additions changes. Where two models take turns in the same buf
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -18,6 +20,8 @@ from updates import OPTIMIZER, relative, whole_weights
 from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.tasks import DPO, SFT
 from megatron_rl.losses.summed import OF_THE_API
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.served_states import state_bytes
 from megatron_rl.records import Batch, answer_rows, ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -46,6 +50,7 @@ def stepped(config) -> dict:
     worker = RankHost(config)
     worker.build("actor")
     where, actor, batch = worker.coordinates(), worker.roles["actor"], rows_of_clients()
+    sizes = {part: actor.keep_state("start", (part,)) for part in STATE}
     actor.keep_state("start", STATE)
 
     def add(loss: str, rows: torch.Tensor) -> dict:
@@ -56,7 +61,7 @@ def stepped(config) -> dict:
     def weights() -> dict:
         return {name: p.detach().clone() for name, p in named_parameters(actor.trainable.models).items()}
 
-    found = {"where": where, "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)}
+    found = {"sizes": sizes, "where": where, "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)}
     for loss in LOSSES:
         for calls in (1, 3, 7):
             actor.take_state("start", STATE)
@@ -117,6 +122,16 @@ def model_path(tmp_path_factory) -> str:
     return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
+def check_planned_bytes(config, ranks: list[dict]) -> None:
+    """The largest state of a stage's ranks is what `megatron-rl plan --served` counts with, byte for byte."""
+    models = RunModels(config)
+    num = models.grid.stage_size
+    for stage in range(models.grid.pp_size):
+        sizes = [found["sizes"] for found in ranks[num * stage : num * (stage + 1)]]
+        largest = {part: max(size[part] for size in sizes) for part in sizes[0]}
+        assert largest == asdict(state_bytes(models.training.ledger(models.actor_role), stage)), stage
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None:
     """1, 3 and 7 calls to 1e-6; torch's AdamW on transformers to 1e-5; a model alone bit for bit as beside another.
@@ -124,8 +139,10 @@ def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None
     Would not catch a wrong schedule of weight decay, which is 0 here.
     """
     world_size, tp_size, pp_size, rank = LAYOUTS[layout]
-    config = run_config(model_path, tp_size, pp_size, actor_rollout_ref__model__lora__rank=rank)
+    keys = {"actor_rollout_ref__model__lora__rank": rank, "trainer__n_gpus_per_node": world_size}
+    config = run_config(model_path, tp_size, pp_size, **keys)
     ranks = run_ranks(world_size, stepped, config)
+    check_planned_bytes(config, ranks)
     for loss in LOSSES:
         for found in ranks:
             once = found[loss, 1]["actor_weights"]

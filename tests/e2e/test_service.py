@@ -267,7 +267,7 @@ def sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.weekly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_sdks_loop_learns_and_its_journal_repeats(sdk: Path, tmp_path: Path) -> None:
     """The demo's client: 0.38 of held-out sums are right before, at least 0.9 after 20 steps of each of three seeds.
 
@@ -279,13 +279,14 @@ def test_the_sdks_loop_learns_and_its_journal_repeats(sdk: Path, tmp_path: Path)
         for seed in ("1", "2", "3"):
             client = [sdk, "scripts/demo_tinker_loop.py", service.url, KEYS["anna"], "20", seed]
             told = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+            print(f"seed {seed}: {told.stdout}")
             shares = [float(share) for share in re.findall(r"step \d+: (\S+) of", told.stdout)]
             assert len(shares) == 5 and shares[0] < 0.5 and shares[-1] >= 0.9, (told.stdout, told.stderr)
         service.line.process.send_signal(signal.SIGTERM)
         assert service.line.wait() == 0, service.line.text()
         (tmp_path / "again").mkdir()
         again = CommandLine(tmp_path / "again", "--replay", str(service.line.run / "journal"), *ALONE, stage="serve")
-        assert again.wait(timeout=1200) == 0, again.text()
+        assert again.wait(timeout=2400) == 0, again.text()
         number, all_replies = re.search(r"(\d+) of (\d+) replies are the same, bit for bit", again.text()).groups()
         assert number == all_replies and int(number) > 3 * 20 * 64
     finally:
