@@ -7,10 +7,13 @@ only the order of additions changes. Where two models take turns in the same buf
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file
 from sweeps import often
 from task_cases import PlainLoop, answer_batch, one_update, task_config, token_batch
 from tiny_models import random_batch, run_config, save_qwen2
@@ -68,6 +71,7 @@ def stepped(config) -> dict:
             sums = [add(loss, rows) for rows in torch.arange(NUM_ROWS).tensor_split(calls)]
             metrics = actor.step_client(ADAM)
             found[loss, calls] = {"actor_weights": weights(), "sums": sums, "metrics": metrics}
+    found["turns"] = turns_of_two_players(actor, batch, where)
     halves = torch.arange(NUM_ROWS).tensor_split(2)
     for name, others in (("alone", ()), ("taking turns", ("other",))):
         for model in ("mine", *others):
@@ -86,6 +90,59 @@ def stepped(config) -> dict:
         actor.take_state("mine", STATE)
         found[name] = weights()
     return found
+
+
+def turns_of_two_players(actor, batch: Batch, where) -> dict[str, list]:
+    """Gradients of a player whose turns are every other token of the rows: of these, with other log-probs for the
+    turns between, and of none. The other player's whole state before and after a pass and a step of the first.
+    """
+    from megatron_rl.roles.training_states import GRADIENTS, STATE
+
+    is_first = (torch.arange(int(batch.num_sampled.sum())) % 2).bool()
+    advantages, log_probs = batch.flat("advantages"), batch.flat("old_log_probs")
+    turns = {
+        "first": (advantages * is_first, log_probs),
+        "others drawn otherwise": (advantages * is_first, torch.where(is_first, log_probs, log_probs - 1)),
+        "none": (advantages * 0, log_probs),
+        "second": (advantages * ~is_first, log_probs),
+    }
+
+    def play(name: str) -> list[torch.Tensor]:
+        """Begin a model with the pass of a player."""
+        rows, flat = batch[:], turns[name]
+        rows.add(advantages=rows.per_sampled_token(flat[0]), old_log_probs=rows.per_sampled_token(flat[1]))
+        actor.take_state("start", STATE)
+        share = rows[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
+        actor.add_gradients(share, "importance_sampling", {})
+        return present((GRADIENTS,))
+
+    def present(parts: tuple[str, ...]) -> list[torch.Tensor]:
+        with TemporaryDirectory() as folder:
+            actor.write_state(folder, parts)
+            [file] = Path(folder).iterdir()
+            return [tensor.clone() for _, tensor in sorted(load_file(file).items())]
+
+    found = {name: play(name) for name in turns}
+    actor.keep_state("second", STATE)
+    found["before"] = present(STATE)
+    play("first")
+    actor.step_client(ADAM)
+    found["of the first"] = present(STATE)
+    actor.take_state("second", STATE)
+    return found | {"after": present(STATE)}
+
+
+def check_turns(turns: dict[str, list]) -> None:
+    """Bit for bit: the other's turns give no gradient, and the other's state stays."""
+    assert any(one.any() for one in turns["first"]) and not any(one.any() for one in turns["none"][:-1])
+    for name, other, is_equal in (
+        ("first", "others drawn otherwise", True),
+        ("first", "second", False),
+        ("before", "after", True),
+        ("before", "of the first", False),
+    ):
+        same = [torch.equal(one, two) for one, two in zip(turns[name], turns[other], strict=True)]
+        assert all(same) == is_equal, (name, other)
 
 
 def clipped(advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
@@ -143,6 +200,8 @@ def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None
     config = run_config(model_path, tp_size, pp_size, **keys)
     ranks = run_ranks(world_size, stepped, config)
     check_planned_bytes(config, ranks)
+    for found in ranks:
+        check_turns(found["turns"])
     for loss in LOSSES:
         for found in ranks:
             once = found[loss, 1]["actor_weights"]

@@ -126,9 +126,10 @@ def two_steps(service: TrainingService, model: str, tenant: str, first: int = 1)
     return replies
 
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+ONE = ("trainer.n_gpus_per_node=1", *(f"{MEGATRON}.{axis}_model_parallel_size=1" for axis in ("tensor", "pipeline")))
 FOUR = ("trainer.launcher=local", *ONLY_ACTOR)
-DP2 = (*FOUR, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
-DP2 += ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",)
+DP2 = (*FOUR, *ONE[1:], "trainer.n_gpus_per_node=2")
 TWO = (*FOUR, "trainer.n_gpus_per_node=2")
 LAYOUTS = {"one": ALONE, "DP2": DP2, "TP2xPP2": FOUR}
 CUTS = {
