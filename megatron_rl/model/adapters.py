@@ -288,6 +288,18 @@ def drawn_a(spec: ParamSpec, lora: LoraConfig, seed: int, place: Place) -> Tenso
     return torch.stack(drawn) if spec.tensor.is_expert else drawn[0]
 
 
+@torch.no_grad()
+def begin_again(
+    parameters: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], lora: LoraConfig, seed: int, place: Place
+) -> None:
+    """Give this rank's adapters the initial values of another seed. parameters, specs: by global name."""
+    for name, spec in specs.items():
+        if name in parameters and name.split(".")[-1] == "lora_A":
+            parameters[name].copy_(drawn_a(spec, lora, seed, place))
+        elif name in parameters:
+            parameters[name].zero_()
+
+
 def _initial(own: Tensor, lora: LoraConfig, generator: torch.Generator) -> Tensor:
     match lora.lora_A_init_method:
         case "xavier":

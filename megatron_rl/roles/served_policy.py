@@ -76,9 +76,16 @@ class ServedPolicy(SampledPolicy):
         return self._kept_states.keep(name, parts)
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="update")
-    def take_state(self, name: str, parts: Sequence[str]) -> None:
-        """Continue with parts of a copy; moments and gradients that are not asked for are 0."""
+    def take_state(self, name: str, parts: Sequence[str], seed: int | None = None) -> None:
+        """Continue with parts of a copy; moments and gradients that are not asked for are 0. seed: adapters begin
+        again, with its initial values.
+        """
+        from megatron_rl.model.adapters import begin_again
+
         self._kept_states.take(name, parts)
+        if seed is not None:
+            adapters = self.trained.parameters, self.source.adapter_specs, self.source.lora
+            self._kept_states.write_weights(lambda: begin_again(*adapters, seed, self.source.place))
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="update")
     def take_weights_alone(self, name: str) -> None:

@@ -7,7 +7,7 @@ own shards, so that they fit one layout.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,6 +140,14 @@ class TrainingStates:
         self._trainable.sync.finish()
         for tensor, copied in zip(self._tensors(WEIGHTS), weights, strict=True):
             tensor.copy_(copied)
+
+    @torch.no_grad()
+    def write_weights(self, write: Callable[[], None]) -> None:
+        """Have a function write the weights in their buffers; masters and copies on the host follow."""
+        self._trainable.sync.finish()
+        write()
+        self._trainable.optimizer.reload_model_params()
+        self._trainable.adam.take_weights()
 
     def drop(self, name: str) -> None:
         """Forget a copy, if it exists."""

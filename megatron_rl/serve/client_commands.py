@@ -20,11 +20,14 @@ class Row:
 
 @dataclass(frozen=True)
 class CreateModel:
-    """A new model, as the service's model is at its start. path: from the copy that a client has saved."""
+    """A new model, as the service's model is at its start. path: from the copy that a client has saved. seed: gives
+    its adapters their initial values; None: they begin as at the service's start.
+    """
 
     model: str
     path: str = ""
     with_optimizer: bool = False
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -153,9 +153,10 @@ class Desk:
         self._check_base(values)
         if (values.get("optimizer_config") or {}).get("type", "adamw") != "adamw":
             raise BadRequest("optimizer_config.type", f"{shown(values['optimizer_config'])} is not served; try: adamw")
-        self._check_adapter(values.get("lora_config"))
+        self._check_adapter(lora := values.get("lora_config"))
+        seed = request_values.adapter_seed(lora, self.served)
         model = self._new_model(tenant, session, values)
-        return self._given(tenant, CreateModel(model), body, f"{model}:create")
+        return self._given(tenant, CreateModel(model, seed=seed), body, f"{model}:create")
 
     def _unload_model(self, tenant: str, body: Body) -> dict[str, Any]:
         model = request_values.text(body.values, "model_id")
@@ -192,8 +193,6 @@ class Desk:
         if rank != self.served.rank:
             meaning = "all weights are trained" if not self.served.rank else "rank of the configuration's adapters"
             raise BadRequest("lora_config.rank", f"{rank} is not served; try: {self.served.rank}, {meaning}")
-        if lora.get("seed") is not None:
-            raise BadRequest("lora_config.seed", f"{lora['seed']} is not served: trainer.seed decides; try: null")
         expected = {
             "train_unembed": not rank,
             "train_mlp": self.served.trains_mlp,

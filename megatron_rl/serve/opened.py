@@ -119,6 +119,7 @@ def served_by(config: RunConfig, folder: Any) -> ServedModel:
         folder.num_sampled_tokens(config),
         trains_mlp=is_all or any(name in targets for name in ("linear_fc1", "linear_fc2", "_proj_mlp", "up_proj")),
         trains_attention=is_all or any(name in targets for name in ("linear_qkv", "linear_proj", "q_proj")),
+        seeds_adapters=lora.adapter_path is None,
         losses=summed_losses(config.actor_rollout_ref.actor),
     )
 

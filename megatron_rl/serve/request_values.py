@@ -29,7 +29,7 @@ ADAM_RANGES = {
 class ServedModel:
     """The model of a service. base_model: its folder, as the configuration names it. rank: its adapters'; 0: all
     weights are trained. longest: most tokens of a row. num_tokens: the first ids, which are tokens of the policy.
-    losses: by their names.
+    losses: by their names. seeds_adapters: adapters begin with values of a seed, and not with those of a file.
     """
 
     base_model: str
@@ -38,6 +38,7 @@ class ServedModel:
     num_tokens: int
     trains_mlp: bool = True
     trains_attention: bool = True
+    seeds_adapters: bool = True
     losses: Mapping[str, SummedLoss] = field(default_factory=lambda: OF_THE_API)
 
 
@@ -172,3 +173,13 @@ def read_adam(body: Mapping[str, Any]) -> dict[str, float]:
     for name in given:
         one_of("adam_params", name, ADAM_RANGES)
     return {name: number(given, name, *ADAM_RANGES[name]) for name in given if given[name] is not None}
+
+
+def adapter_seed(lora: Any, served: ServedModel) -> int | None:
+    """The seed of a model's adapters; None: the service's. Raises BadRequest where a seed changes nothing."""
+    if lora.get("seed") is None:
+        return None
+    if not served.rank or not served.seeds_adapters:
+        reason = "its adapters begin with those of lora.adapter_path" if served.rank else "all weights are trained"
+        raise BadRequest("lora_config.seed", f"{shown(lora['seed'])} is not served: {reason}; try: null")
+    return whole(lora, "seed", -(1 << 63), (1 << 63) - 1)

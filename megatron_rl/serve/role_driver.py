@@ -136,7 +136,11 @@ class RoleDriver:
 
     def _create(self, command: CreateModel) -> dict[str, Any]:
         self._leave()
-        self._take(command.path or AT_START, command.with_optimizer)
+        if command.seed is None:
+            self._take(command.path or AT_START, command.with_optimizer)
+        else:
+            self._actor.take_state(AT_START, (WEIGHTS,), command.seed).get()
+            self._as_saved = set()
         self._model = command.model
         path = client_path(command.path)
         of_state = {"type": "load_weights", "path": path} if path else {"type": "create_model"}

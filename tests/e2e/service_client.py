@@ -10,7 +10,7 @@ from array import array
 from pathlib import Path
 
 from command_line import CommandLine
-from safetensors.numpy import load_file
+from safetensors import deserialize
 
 from megatron_rl.serve.protobuf import decoded, encoded
 from megatron_rl.serve.request_journal import digest_of
@@ -57,7 +57,7 @@ class TrainingService:
     def saved(self, path: str) -> list[dict[str, bytes]]:
         """Tensors that each rank has saved under a path."""
         files = sorted((self.line.run / "states" / digest_of(path.encode())).glob("*.safetensors"))
-        return [{name: one.tobytes() for name, one in load_file(file).items()} for file in files]
+        return [{name: bytes(one["data"]) for name, one in deserialize(file.read_bytes())} for file in files]
 
     def done(self, name: str, body: dict | bytes, tenant: str = "anna") -> tuple[str, bytes]:
         """The reply to a command, once it has one."""
@@ -105,10 +105,10 @@ def log_probs_of(content: bytes) -> list[float]:
     return numbers(record["data"])[: len(ROW) - 1]
 
 
-def create(service: TrainingService, tenant: str, rank: int) -> str:
-    """A session and a model of a tenant."""
+def create(service: TrainingService, tenant: str, rank: int, seed: int | None = None) -> str:
+    """A session and a model of a tenant, whose adapters begin with the values of a seed."""
     session = json.loads(service.ask("create_session", {}, tenant)[2])["session_id"]
-    places = {"rank": rank, "train_unembed": not rank}
+    places = {"rank": rank, "train_unembed": not rank, "seed": seed}
     body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": places}
     return json.loads(service.done("create_model", body, tenant)[1])["model_id"]
 

@@ -256,6 +256,33 @@ def test_two_models_at_once_are_as_each_alone(layout: str, tmp_path: Path) -> No
         service.line.kill_all()
 
 
+LORA = "actor_rollout_ref.model.lora.rank=4"
+SEEDED = {
+    "one": (*CUTS["one"], "trainer.seed=5"),
+    "TP2, 16 bits": (*CUTS["TP2"], LORA, "trainer.seed=5", "actor_rollout_ref.actor.megatron.dtype=bfloat16"),
+}
+
+
+@pytest.mark.parametrize("layout", often(SEEDED, (), ["TP2, 16 bits"]))
+def test_adapters_begin_as_their_seed_says(layout: str, tmp_path: Path) -> None:
+    """With the run's seed as the service starts, bit for bit, also after others and after steps; with another's they
+    differ, and change no reply until they are trained. Would not catch values that are bad for every seed.
+    """
+    service = TrainingService(tmp_path, *SEEDED[layout])
+    try:
+        states, replies = [], []
+        for seed in (None, 6, 5, 6):
+            model = create(service, "anna", 4, seed)
+            saved = {"model_id": model, "seq_id": 1, "path": "start"}
+            states.append(service.saved(json.loads(service.done("save_weights", saved)[1])["path"]))
+            replies.append(service.done("forward_backward", a_pass(model, 2, forward_only=1))[1])
+            service.done("forward_backward", a_pass(model, 3))
+            service.done("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.01}})
+        assert states[2] == states[0] != states[1] == states[3] and len(set(replies)) == 1
+    finally:
+        service.line.kill_all()
+
+
 @pytest.fixture(scope="module")
 def sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that has the SDK, in an environment of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from megatron_rl.serve.command_log import MOST_AHEAD, CommandReply
 from megatron_rl.serve.desk import Desk
 from megatron_rl.serve.protobuf import decoded, encoded
 from megatron_rl.serve.request_journal import digest_of
-from megatron_rl.serve.request_values import ServedModel
+from megatron_rl.serve.request_values import ServedModel, adapter_seed
 from megatron_rl.serve.sample_request import cut_at, read_stops
 from megatron_rl.serve.sampling_sessions import MOST_SAMPLERS
 from megatron_rl.serve.saved_states import MOST_UNNAMED
@@ -257,6 +258,14 @@ def test_bad_requests_are_refused(case: str, desk: Desk) -> None:
     name, changes, field, sentence = BAD_JSON[case]
     refusal = refusal_of(desk, name, **changes)
     assert refusal.field == field and sentence in str(refusal), refusal
+
+
+def test_a_seed_needs_adapters_that_begin_with_its_values() -> None:
+    """Would not catch a seed with another's values; test_service.py compares them."""
+    adapters = replace(SERVED, rank=4)
+    assert (adapter_seed({}, adapters), adapter_seed({"seed": -3}, adapters)) == (None, -3)
+    with pytest.raises(BadRequest, match="adapter_path"):
+        adapter_seed({"seed": 3}, replace(adapters, seeds_adapters=False))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"\x1a\x80", b"{}", b"\x1b\x0a", b"\x80" * 11])
