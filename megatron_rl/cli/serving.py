@@ -29,7 +29,7 @@ def serve_command(
     ] = 1024,
 ) -> None:
     """Serve the Tinker API on this machine: clients train and sample with loops of their own."""
-    run_config = made_ready(startable(config, overrides, PPO, collapse), local)
+    run_config = made_ready(startable(config, overrides, PPO, collapse, serves=True), local)
     run_config.trainer.save_freq = 1  # the journal saves every command: a signal ends no command in the middle
     with imports_of(run_config):
         from megatron_rl.serve.opened import serve

@@ -119,9 +119,10 @@ def startable(
     collapse: bool,
     further: Callable[[RunConfig], RunConfig] = lambda config: config,
     is_replay: bool = False,
+    serves: bool = False,
 ) -> RunConfig:
     """Read the configuration of a task. further: a last change of it. is_replay: turns have their replies, and the
-    interpreter of environments need not exist.
+    interpreter of environments need not exist. serves: several versions of adapters may be sampled.
 
     Raises ConfigError with everything that is wrong; notes go to stderr.
     """
@@ -134,6 +135,9 @@ def startable(
     unused = {INTERPRETER} if is_replay else set()
     raise_problems("this run cannot start", [each for each in run.violations if each.settings.keys() != unused])
     assert run.config is not None  # a file without a configuration has violations
+    if (slots := run.config.actor_rollout_ref.rollout.max_loras) > 1 and not serves and run.config.generates:
+        rule = f"actor_rollout_ref.rollout.max_loras={slots} is for `serve`: this command samples one version at a time"
+        raise ConfigError(f"{rule}; try: actor_rollout_ref.rollout.max_loras=1")
     notes = [f"{note.kind.value}: {note}" for note in run.notes]
     for line in (*notes, *left_out_lines(run.config), *run.idle, *run.unread):
         say(line, Terminal(stderr=True))

@@ -114,6 +114,9 @@ class RolloutConfig:
     expert_parallel_size=1, where ranks / tensor_model_parallel_size replicas generate anyway."""
     max_num_seqs: Annotated[int, Ge(1), AtMost(2**20)] = 256
     """Largest number of sequences that one replica decodes together; with attention DP, each TP group of it."""
+    max_loras: Annotated[int, Ge(1), AtMost(2**10)] = 1
+    """`serve`: versions of LoRA adapters that vLLM holds at once and samples together. 1: one, whose place the next
+    takes."""
     max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
     """Largest number of tokens in one engine step."""
     over_sample_rate: Annotated[float, Ge(0), Le(0.5)] = 0.0

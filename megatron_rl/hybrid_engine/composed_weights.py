@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.hybrid_engine.adapter_slots import AdapterSlots
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
 from megatron_rl.hybrid_engine.offload import HostBuffer
 from megatron_rl.hybrid_engine.plan import ON_HOST
@@ -56,9 +57,13 @@ class ComposedWeights:
     tensors: of all of them, by name. lower_bound: the least that the last gather could bring.
     """
 
-    def __init__(self, parts: Sequence[ComposedPart], made: Sequence[OwnMemory] = ()) -> None:
-        """made: what the exchanges read in addition to training's memory."""
-        self.parts, self.made = parts, made
+    def __init__(
+        self, parts: Sequence[ComposedPart], made: Sequence[OwnMemory] = (), slots: AdapterSlots | None = None
+    ) -> None:
+        """made: what the exchanges read in addition to training's memory. slots: adapters of several copies, in place
+        of a part with training's.
+        """
+        self.parts, self.made, self.slots = parts, made, slots
         self.lower_bound = Bytes(0, 0)
 
     @property
@@ -68,8 +73,10 @@ class ComposedWeights:
 
     @property
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """The rollout shard of every adapter, by name; {} if generation reads none."""
-        return self._tensors(adapters=True)
+        """The rollout shard of every adapter [slots, rows, columns], by name; {} if generation reads none."""
+        if self.slots is not None:
+            return self.slots.tensors
+        return {name: tensor[None] for name, tensor in self._tensors(adapters=True).items()}
 
     def _tensors(self, *, adapters: bool) -> dict[str, torch.Tensor]:
         asked = [part.exchange.tensors for part in self.parts if part.is_adapters == adapters]
@@ -117,6 +124,7 @@ class ComposedWeights:
         kept = [part for part in self.parts if part.from_host and not part.exchange.foreign.data.is_cuda]
         copies = sum(part.copy.num_bytes for part in kept if part.copy is not None)
         named |= {own.label: own.num_bytes for own in self.made}
+        named |= {} if self.slots is None else self.slots.memory()
         return named | ({ON_HOST: copies} if kept else {})
 
     def release(self) -> None:

@@ -25,9 +25,11 @@ from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel, 
 ALIGNMENT = 64
 """Elements; received slots start at a multiple of it, as parameters do in Megatron's buffers."""
 ON_HOST = "base on the host"
+"""The memory plan's name of copies of frozen received weights, where the host is the device."""
 HOST_UNIT = 1 << 20
 """Bytes to which copies in host memory are rounded up (`offload.piece_sizes`)."""
-"""The memory plan's name of copies of frozen received weights, where the host is the device."""
+IN_SLOTS, STAGED = "adapter slots", "staged adapter"
+"""The memory plan's names of resident adapters in generation, and of one on its way there."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.hybrid_engine.adapter_slots import AdapterSlots
 from megatron_rl.hybrid_engine.block_codes import CODE, E4M3, SCALE, quantize
 from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights, OwnMemory
 from megatron_rl.hybrid_engine.eight_bit_members import own_numel
@@ -103,9 +104,9 @@ class OwnCodes:
 class QuantizedWeights(ComposedWeights):
     """A rollout shard of codes, of scales, and of other parts; as `HybridEngine` expects it.
 
-    own: what the exchanges of codes and scales read. codes, scales: the parts of these exchanges. others, made: all
-    other parts and what is made, see `ComposedWeights`. transport: of the exchange group. tensors: codes are e4m3, and
-    scales have the names of vLLM's.
+    own: what the exchanges of codes and scales read. codes, scales: the parts of these exchanges. others, made, slots:
+    all other parts, what is made, and adapters, see `ComposedWeights`. transport: of the exchange group. tensors: codes
+    are e4m3, and scales have the names of vLLM's.
     """
 
     def __init__(
@@ -116,8 +117,9 @@ class QuantizedWeights(ComposedWeights):
         others: Sequence[ComposedPart],
         made: Sequence[OwnMemory],
         transport: Transport,
+        slots: AdapterSlots | None = None,
     ) -> None:
-        super().__init__([codes, scales, *others], [*made, own])
+        super().__init__([codes, scales, *others], [*made, own], slots)
         self.own, self._transport = own, transport
         self._codes = {name: tensor.view(E4M3) for name, tensor in codes.exchange.tensors.items()}
 

@@ -33,6 +33,7 @@ from megatron_rl.planning.run_models import (
     host_copy_bytes,
     made_to_send,
     resident_bytes,
+    slot_bytes,
 )
 
 GEN, RESHARD, INIT, SAVE, IMAGES, JUDGING = "gen", "reshard", "init", "save", "images", "judge"
@@ -132,6 +133,7 @@ class MemoryOfStage:
             held[ON_HOST] = host_copy_bytes(self.models, self.pp_rank)  # the host is the device
         elif self.is_split and self.pool is self.models.training:
             held |= sent_last(self.models, self.pp_rank)
+        held |= slot_bytes(self.models, self.pp_rank) if self.generates else {}
         built = self._largest_while_built()
         # While the engine is built, training's memory has left as far as it does for generation.
         complete = without_moments(self._staying(held)) | self._rollout_memory() if self.generates else built

@@ -11,6 +11,7 @@ from megatron_rl.checkpoint.model_folder import ModelFolders
 from megatron_rl.config.keys import put
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.hybrid_engine.plan import IN_SLOTS
 from megatron_rl.planning.cache_rules import KVCacheSize
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.memory import GEN, StageMemory, plan_pools
@@ -19,7 +20,7 @@ from megatron_rl.planning.run_models import RunModels
 
 FRAGMENTATION = 0.05
 """Share of a GPU's memory that an allocator cannot hand out, because free blocks are not contiguous."""
-OF_GENERATION = ("actor parameters", "rollout weights", "received shards", "own codes", "vLLM activations")
+OF_GENERATION = ("actor parameters", "rollout weights", "received shards", "own codes", IN_SLOTS, "vLLM activations")
 """Tensors that `gpu_memory_utilization` counts in addition to the KV cache."""
 MEMORY = "memory"
 

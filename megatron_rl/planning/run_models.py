@@ -14,7 +14,7 @@ from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.rollout_keys import MTPUse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, own_numel
-from megatron_rl.hybrid_engine.plan import HOST_UNIT, Member, aligned
+from megatron_rl.hybrid_engine.plan import HOST_UNIT, IN_SLOTS, STAGED, Member, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.parallel.rank_grid import RolloutGrid, rollout_grid, train_grid
 from megatron_rl.parallel.sharding import LogicalTensor, shard_of
@@ -214,6 +214,12 @@ class RunModels:
         return ImageCosts.of(self.config, self.actor, self.element, prompt, folder)
 
     @property
+    def num_slots(self) -> int:
+        """Slots for adapters of versions that are served; 0: generation reads training's adapters, or none."""
+        slots = self.config.actor_rollout_ref.rollout.max_loras
+        return 0 if slots == 1 or self.actor_adapters is None or not self.placement.is_colocated else slots
+
+    @property
     def keeps_base(self) -> bool:
         """Whether the base moves once, and is kept on the device or on its host."""
         return self.actor_role.lora.keeps_base
@@ -233,7 +239,7 @@ class RunModels:
 
     def served_bytes(self, pp_rank: int) -> dict[str, int]:
         """Return what generation reads on a rank of a pipeline stage next to training's weights: name -> bytes."""
-        received = {"received shards": self.receive_buffer_bytes(pp_rank)}
+        received = {"received shards": self.receive_buffer_bytes(pp_rank, with_adapters=not self.num_slots)}
         left_out = set() if self.resharding.fp8 is None else eight_bit_names(self.actor.specs)
         return received | own_codes_bytes(self, pp_rank) | merged_bytes(self, pp_rank, without=left_out)
 
@@ -320,6 +326,21 @@ def resident_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
         return {}
     received = {"received shards": models.receive_buffer_bytes(pp_rank, with_adapters=False)}
     return {name: size for name, size in (received | own_codes_bytes(models, pp_rank)).items() if size}
+
+
+def slot_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
+    """Return the bytes of adapters of served versions on a rank of a pipeline stage, and of the buffer from which they
+    come: name -> bytes. They stay allocated.
+    """
+    adapters = models.actor_adapters
+    if adapters is None or not models.num_slots:
+        return {}
+    place, tensors = models.rollout.place(0, VOCAB_PADDING), tensors_of(adapters.params.specs)
+    shard = sum(shard_of(tensor, place).numel for tensor in tensors.values())
+    return {
+        IN_SLOTS: models.num_slots * shard * models.element,
+        STAGED: adapters.numel(pp_rank) * models.element,
+    }
 
 
 def own_codes_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:

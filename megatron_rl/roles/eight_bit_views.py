@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.roles import RoleSpec
+from megatron_rl.hybrid_engine.adapter_slots import AdapterSlots
 from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel, FlatParameters
 from megatron_rl.hybrid_engine.block_codes import CODE, E4M3, SCALE, quantize
 from megatron_rl.hybrid_engine.composed_weights import ComposedPart, OwnMemory
@@ -78,12 +79,17 @@ class EightBitShards:
 
 
 def quantized_weights(
-    actor: TrainedRole, spec: RoleSpec, rank: Rank, grid: RolloutGrid, adapters: Sequence[ComposedPart]
+    actor: TrainedRole,
+    spec: RoleSpec,
+    rank: Rank,
+    grid: RolloutGrid,
+    adapters: Sequence[ComposedPart],
+    slots: AdapterSlots | None,
 ) -> QuantizedWeights:
     """The rollout shard with the actor's linears as codes and scales; collective over each exchange group.
 
-    Merged adapters are in the codes. adapters: those that generation applies next to the base, which does not change
-    then. Everything is allocated, and holds nothing before the first `gather`.
+    Merged adapters are in the codes. adapters, slots: those that generation applies next to the base, which does not
+    change then. Everything is allocated, and holds nothing before the first `gather`.
     """
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
     shards = EightBitShards.of(actor, rank, spec.lora, spec.settings.quantization_block_size, wanted)
@@ -105,6 +111,7 @@ def quantized_weights(
         [exchange(FlatParameters(shards.trained.buffers, shards.kept), shards.tensors.kept, FOREIGN_POOL), *adapters],
         shards.merged,
         Transport(rank.groups.exchange_group),
+        slots,
     )
 
 

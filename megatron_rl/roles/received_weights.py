@@ -196,7 +196,8 @@ class ReceivedWeights:
         self.arrivals = Arrivals(receiver, rank.device.torch_device, replica)
         self._rank, self._grid = rank, grid
         received = receiver.tensors if views is None else views
-        self.tensors, self.adapter_tensors = (received, {}) if base is None else (base, received)
+        self.tensors = received if base is None else base
+        self.adapter_tensors = {} if base is None else {name: tensor[None] for name, tensor in received.items()}
         for tensor in receiver.tensors.values():
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 

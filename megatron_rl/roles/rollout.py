@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
@@ -14,6 +15,7 @@ from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import release_cached
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
+from megatron_rl.hybrid_engine.adapter_slots import AdapterSlots
 from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel, FlatParameters
 from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
@@ -162,12 +164,24 @@ class Rollout(Role):
             return str(error)
         return ""
 
+    @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
+    def fill_slot(self, slot: int, copy: str, folder: str) -> int:
+        """Have the adapters of a copy in a slot; returns the bytes received. Nothing of training moves.
+
+        folder: with the files of the actor's ranks; "" for a copy in their host memory.
+        """
+        from megatron_rl.roles.served_policy import adapter_shards
+
+        assert isinstance(self.weights, ComposedWeights) and self.weights.slots is not None and self._actor is not None
+        return self.weights.slots.fill(slot, adapter_shards(self._actor, copy, folder)).total
+
     @remote_method(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:
         """One slice of each replica that has an entry under its number in the run; rollout mode only.
 
         A replica without one does nothing. Raises RuntimeError when the weights that a slice names are not here, and
-        when the ranks of a replica sampled different tokens; ValueError for starts and drops that do not fit.
+        when the ranks of a replica sampled different tokens; ValueError for starts and drops that do not fit, and for
+        starts that name a slot without an adapter.
         """
         start = time.time()
         if self.replica not in slices:
@@ -175,6 +189,7 @@ class Rollout(Role):
         if not self.engine.in_rollout:
             raise RuntimeError("a slice in train mode: enter() comes first")
         work = slices[self.replica]
+        self._check_slots(work)
         broken = self._take(work.version)
         swapped = time.time()
         if broken:
@@ -183,6 +198,11 @@ class Rollout(Role):
         usage = self.generator.cache_peak.take()
         times = (start, time.time(), swapped - start)
         return SliceReport(self.replica, work.version, num_steps, drawn, *times, cache_usage=usage)
+
+    def _check_slots(self, work: Slice) -> None:
+        slots = self.weights.slots if isinstance(self.weights, ComposedWeights) else None
+        if slots and (wrong := sorted({start.slot for start in work.starts}.intersection(slots.empty))):
+            raise ValueError(f"requests name slot {wrong[0]}, which has no adapter: fill_slot comes first")
 
     @property
     def _version(self) -> int:
@@ -306,16 +326,22 @@ def shared_weights(
             memory_pool=memory_pool,
         )
 
-    adapters = []
-    if spec.lora.crosses_alone:
+    adapters, slots = list[ComposedPart](), None
+    if spec.lora.crosses_alone and spec.settings.max_loras > 1:
+        lies = flat_parameters(actor.trained, rank.groups, source.place, wanted, rank.node)
+        staged = replace(lies, buffers=tuple(buffer.new_zeros(buffer.shape) for buffer in lies.buffers))
+        of_copy = exchanged(actor.trained, ADAPTER_POOL, staged)
+        slots = AdapterSlots(of_copy, spec.settings.max_loras, spec.settings.verify_weights_every)
+    elif spec.lora.crosses_alone:
         adapters.append(ComposedPart(exchanged(actor.trained, ADAPTER_POOL), is_adapters=True))
     if spec.settings.quantization is not None:
-        return quantized_weights(actor, spec, rank, grid, adapters)
+        return quantized_weights(actor, spec, rank, grid, adapters, slots)
     if spec.lora.is_merged:
         merged = MergedShards(actor)
         own = merged.flat(source.place, wanted, rank.node)
         return ComposedWeights([ComposedPart(exchanged(actor.base, own=own))], [merged])
     base = exchanged(actor.base)
-    if not adapters:
+    if not spec.lora.crosses_alone:
         return base
-    return ComposedWeights([ComposedPart(base, spec.lora.base_stays, spec.lora.base_on_host), *adapters])
+    of_base = ComposedPart(base, spec.lora.base_stays, spec.lora.base_on_host)
+    return ComposedWeights([of_base, *adapters], slots=slots)

@@ -18,9 +18,18 @@ from megatron_rl.records import Batch
 from megatron_rl.roles.policy_followers import SampledPolicy
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_rl.roles.summed_gradients import SummedGradients
     from megatron_rl.roles.token_scorer import TokenScorer
     from megatron_rl.roles.training_states import TrainingStates
+
+
+def adapter_shards(policy: ServedPolicy, copy: str, folder: str) -> list[Tensor]:
+    """This rank's training shards of a copy's adapters, for `AdapterSlots.fill`. folder: with its files; "" for a copy
+    in host memory.
+    """
+    return policy._kept_states.flat_weights(copy, policy._file(folder) if folder else None)
 
 
 class ServedPolicy(SampledPolicy):

@@ -86,6 +86,14 @@ class TrainingStates:
         """Have a file's content as the copy of this name."""
         self._kept[name] = self._of_file(file, STATE)
 
+    def flat_weights(self, name: str, file: Path | None = None) -> list[Tensor]:
+        """The flat buffers of parameters, without masters, in a file, or else in the copy of this name."""
+        places = range(len(self._trainable.param_buffers))
+        if file is None:
+            return [self._kept[name].tensors[WEIGHTS][place] for place in places]
+        with safe_open(file, "pt") as opened:
+            return [opened.get_tensor(f"{WEIGHTS}.{place}") for place in places]
+
     def _copied(self, parts: Sequence[str]) -> KeptState:
         trainable = self._trainable
         trainable.sync.finish()

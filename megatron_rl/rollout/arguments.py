@@ -163,13 +163,16 @@ def draft_arguments(config: RolloutConfig) -> dict[str, Any]:
     return {"speculative_config": drafts}
 
 
-def with_adapter(arguments: Mapping[str, Any], rank: int, scale: float, names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of an engine that reads one adapter, too, of `rank` rows and in the dtype of the weights.
+def with_adapter(
+    arguments: Mapping[str, Any], rank: int, scale: float, names: Iterable[str], num_slots: int = 1
+) -> dict[str, Any]:
+    """Return the arguments of an engine that reads `num_slots` adapters, too, of `rank` rows and in the weights' dtype.
 
     names: of its tensors, `model.layers.0.self_attn.q_proj.lora_A`. Other linears have no adapter; vLLM has none for
     experts on CPUs. scale: a constant of compiled code, of which vLLM knows nothing, so that it joins the key.
     """
     projections = sorted({name.split(".")[-2] for name in names})
-    own = {"max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1, "lora_target_modules": projections}
+    slots = {"max_loras": num_slots, "max_cpu_loras": num_slots}
+    own = {"max_lora_rank": rank, **slots, "lora_target_modules": projections}
     constants = {**arguments.get("additional_config", {}), "lora_scale": scale}
     return {**arguments, "enable_lora": True, **own, "additional_config": constants}

@@ -116,7 +116,8 @@ class CachePeak:
 
 
 class EngineAdapters(NamedTuple):
-    """Adapters that generation reads: vLLM's name of a projection with lora_A or lora_B -> tensor of this rank's shard.
+    """Adapters that generation reads: vLLM's name of a projection with lora_A or lora_B -> tensor of this rank's
+    shards [slots, rows, columns].
 
     rank: rows of every A, one of vLLM's. scale: of their products.
     """
@@ -124,6 +125,28 @@ class EngineAdapters(NamedTuple):
     tensors: dict[str, torch.Tensor]
     rank: int
     scale: float
+
+    @property
+    def num_slots(self) -> int:
+        """Adapters that requests may name; 0 without any."""
+        return next((len(tensor) for tensor in self.tensors.values()), 0)
+
+    def with_slots(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of an engine that reads them, too."""
+        return with_adapter(arguments, self.rank, self.scale, self.tensors, self.num_slots)
+
+    def hold(self, engine: LLMEngine, runner: Any, path: str) -> tuple[LoRARequest, ...]:
+        """Let vLLM count every slot as taken, by an adapter of its own; returns the names for requests, by slot.
+
+        path: the model's folder, in which no adapter is read. Raises RuntimeError for another order of slots.
+        """
+        requests = tuple(LoRARequest(f"slot {slot}", slot + 1, path) for slot in range(self.num_slots))
+        for request in requests:
+            engine.add_lora(request)
+        wanted = [request.lora_int_id for request in requests]
+        if wanted and wanted != (taken := runner.lora_manager._adapter_manager.lora_index_to_id):
+            raise RuntimeError(f"vLLM has put the adapters {wanted} into its slots as {taken}")
+        return requests
 
 
 class RolloutEngine:
@@ -177,7 +200,7 @@ class RolloutEngine:
         arguments |= FEATURES if placeholders else {}
         adapters = adapters or EngineAdapters({}, 0, 1.0)
         if adapters.tensors:
-            arguments = with_adapter(arguments, adapters.rank, adapters.scale, adapters.tensors)
+            arguments = adapters.with_slots(arguments)
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)), using_adapters(adapters.tensors, adapters.scale):
             self.llm = LLM(**arguments)
@@ -198,9 +221,9 @@ class RolloutEngine:
         self.cache_peak = report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches), cache_pool)
         self._places = places(self._models, self.kv_cache.tensors)
-        request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
+        in_slots = adapters.hold(self.llm.llm_engine, runner, model_path)
         among = ReplicaGroups(self.groups.dp_group)
-        self.requests = InFlightRequests(self.llm.llm_engine, among, eos_token_ids, routed_layers or (), request)
+        self.requests = InFlightRequests(self.llm.llm_engine, among, eos_token_ids, routed_layers or (), in_slots)
 
     def wake(self) -> None:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and

@@ -80,8 +80,8 @@ class InFlightRequests:
     """The unfinished requests of one engine. All ranks of a replica must make the same calls.
 
     groups: the replica's TP groups, each of which has its share of the requests in its engine. routed_layers: the
-    layers that have experts, of an engine that returns the experts of every token. adapter: what every request names,
-    if the engine reads one.
+    layers that have experts, of an engine that returns the experts of every token. adapters: what requests name, by
+    slot, if the engine reads any.
     An engine that schedules asynchronously has a step running while it reports another one: its slices count no steps,
     and end after the last step that was scheduled.
     """
@@ -92,11 +92,11 @@ class InFlightRequests:
         groups: ReplicaGroups,
         eos_token_ids: Sequence[int],
         routed_layers: Sequence[int] = (),
-        adapter: LoRARequest | None = None,
+        adapters: Sequence[LoRARequest] = (),
     ) -> None:
         self._engine, self._core, self.groups = engine, engine.engine_core.engine_core, groups
         self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
-        self._adapter = adapter
+        self._adapters = adapters
         self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
         cache = engine.vllm_config.cache_config
         self._shares_parts = cache.prefix_match_unit not in (None, cache.block_size)
@@ -209,6 +209,8 @@ class InFlightRequests:
         for start in order.starts:
             if start.request in here:
                 raise ValueError(f"request {start.request} cannot be started: it is unfinished here")
+            if start.slot >= max(1, len(self._adapters)):
+                raise ValueError(f"request {start.request} names slot {start.slot} of {len(self._adapters)}")
             here.add(start.request)
 
     def _start_all(self, starts: Sequence[Start], version: int, kind: RequestOutputKind) -> dict[int, str]:
@@ -223,16 +225,15 @@ class InFlightRequests:
         if start.experts_from is not None:
             params.routed_experts_prompt_start = start.experts_from
             self._routed.add(start.request)
-        # A cached prefix of other weights must not match.
+        # A cached prefix of other weights must not match. vLLM's keys have the adapter's name, too.
         prompt: Any = prompt_of(start, f"version {version}", self._images)
-        self._names[start.request] = self._engine.add_request(
-            str(start.request), prompt, params, lora_request=self._adapter
-        )
+        adapter = self._adapters[start.slot] if self._adapters else None
+        self._names[start.request] = self._engine.add_request(str(start.request), prompt, params, lora_request=adapter)
 
 
 def apart(starts: Sequence[Start]) -> tuple[tuple[Start, ...], tuple[Start, ...]]:
     """Return the first request of every prompt, and the others: one step later they find what the first has read."""
-    first: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    first: dict[tuple[object, ...], int] = {}
     for start in starts:
         first.setdefault(start.prompt_key, start.request)
     leaders = set(first.values())

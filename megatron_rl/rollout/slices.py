@@ -47,7 +47,7 @@ class Start:
     max_tokens: how many it may generate. earlier: responses of former epochs to the same prompt, for draft tokens, the
     oldest first; each is the prompt's last tokens and all that came after, int32 as bytes. experts_from: the number of
     its first tokens whose experts the controller has, so that only those of later ones are returned; None: of none.
-    images: of token_ids, in the order of their placeholders.
+    images: of token_ids, in the order of their placeholders. slot: its adapter, where the engine has several.
     """
 
     request: int
@@ -58,11 +58,14 @@ class Start:
     earlier: tuple[bytes, ...] = ()
     experts_from: int | None = None
     images: tuple[ImageInput, ...] = ()
+    slot: int = 0
 
     @property
-    def prompt_key(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """The tokens of the prompt and the digests of its images, equal for two requests with the same prompt."""
-        return self.token_ids, tuple(image.key for image in self.images)
+    def prompt_key(self) -> tuple[object, ...]:
+        """The tokens of the prompt, the digests of its images and its slot: equal for two requests that read the same
+        prompt alike.
+        """
+        return self.token_ids, tuple(image.key for image in self.images), self.slot
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def _serve_once(
         actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout)
         states = run_folder.path / STATES_FOLDER
         num_replicas, decode = num_replicas_of(config, placement), folder.tokenizer.decode
-        worker = RoleDriver(actor, rollout, num_replicas, served.losses, states.absolute(), decode)
+        num_slots = config.actor_rollout_ref.rollout.max_loras
+        worker = RoleDriver(actor, rollout, num_replicas, num_slots, served.losses, states.absolute(), decode)
         desk = Desk(served, stop_token_of(folder.tokenizer), config.trainer.seed)
         service = TrainingService(desk, worker, journal_bytes)
         if replay is not None:

@@ -27,6 +27,9 @@ from megatron_rl.serve.request_values import text
 class Runs(Protocol):
     """What runs commands: `role_driver.RoleDriver`."""
 
+    @property
+    def num_slots(self) -> int: ...
+
     def run(self, command: Command) -> Any: ...
 
     def sample(self, commands: list[SampleTokens]) -> list[bytes]: ...
@@ -155,10 +158,15 @@ class TrainingService:
             return []
         if not isinstance(entry.command, SampleTokens):
             return [entry]
-        weights = entry.command.weights
+        copies = {entry.command.weights}
 
         def is_like(other: Entry) -> bool:
-            return isinstance(other.command, SampleTokens) and other.command.weights == weights
+            """Whether generation has a slot for its copy, too."""
+            if not isinstance(other.command, SampleTokens):
+                return False
+            fits = other.command.weights in copies or len(copies) < self._worker.num_slots
+            copies.update([other.command.weights] if fits else [])
+            return fits
 
         return [entry, *self._desk.log.take_like(is_like)]
 

@@ -9,12 +9,13 @@ import urllib.request
 from array import array
 from pathlib import Path
 
+import pytest
 from command_line import CommandLine
 from safetensors import deserialize
 
 from megatron_rl.serve.protobuf import decoded, encoded
-from megatron_rl.serve.request_journal import digest_of
-from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT
+from megatron_rl.serve.request_journal import digest_of, records
+from megatron_rl.serve.tinker_messages import FORWARD_BACKWARD, FORWARD_BACKWARD_OUTPUT, SAMPLE_RESPONSE
 
 KEYS = {"anna": "tml-anna-0123456789", "bert": "tml-bert-0123456789"}
 BASE, PROTOBUF = "assets/demo/model", "application/x-protobuf"
@@ -139,3 +140,54 @@ CUTS = {
     "DP2": DP2,
     "TP2xPP2": FOUR,
 }
+
+
+START = "session-0:sample:99"
+
+
+def open_start(service: TrainingService) -> str:
+    """A sampler of the model as it starts, of the first tenant."""
+    base = {"session_id": "session-0", "sampling_session_seq_id": 99, "base_model": BASE}
+    assert service.ask("create_sampling_session", base)[0] == 200
+    return START
+
+
+def drawn_by(service: TrainingService, samplers: dict[str, str], number: int, **params: float) -> dict[str, list]:
+    """Sampler -> (tokens, log-probs) of each sequence. All are asked while a pass keeps the service busy."""
+    busy = service.ask("forward_backward", a_pass("session-0:train:0", number, forward_only=1))[2]
+    asked = {name: service.ask("asample", plain(name, number, **params), who)[2] for name, who in samplers.items()}
+    contents = {name: service.reply(future, samplers[name])[1] for name, future in asked.items()}
+    replies = {name: decoded(content, SAMPLE_RESPONSE) for name, content in contents.items()}
+    service.reply(busy)
+    return {
+        name: [(numbers(one["tokens"], "i"), numbers(one["logprobs"])) for one in reply["sequences"]]
+        for name, reply in replies.items()
+    }
+
+
+def plain(name: str, number: int, **params: float) -> dict:
+    """A request without log-probs of the prompt, for which the actor would work."""
+    return sample(name, number, seed=7, **params) | {"prompt_logprobs": False}
+
+
+def of_actor(service: TrainingService, name: str, tenant: str, number: int, tokens: list[int]) -> list[float]:
+    """The log-probs that the trainer's own forward pass gives tokens behind the prompt, with a version's weights."""
+    asked = sample(name, number)
+    asked["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [*TOKENS, *tokens]}]}
+    reply = decoded(service.done("asample", asked, tenant)[1], SAMPLE_RESPONSE)
+    return numbers(reply["prompt_logprobs"])[len(TOKENS) :]
+
+
+def copies_of_groups(service: TrainingService) -> list[int]:
+    """How many samplers each group of samples that were drawn together has had."""
+    groups: dict[int, set[str]] = {}
+    for head, _ in records(service.line.run / "journal"):
+        if head["kind"] == "reply" and ":sample:" in head["request"]:
+            groups.setdefault(head["group"], set()).add(head["request"].rpartition(":")[0])
+    return [len(samplers) for samplers in groups.values()]
+
+
+def check_equal(expected: dict[str, list], drawn: dict[str, list]) -> None:
+    for name, sequences in expected.items():
+        for (tokens, log_probs), (other_tokens, others) in zip(sequences, drawn[name], strict=True):
+            assert tokens == other_tokens and others == pytest.approx(log_probs, abs=5e-5), name

@@ -16,7 +16,6 @@ import pytest
 from command_line import REPOSITORY, CommandLine
 from service_client import (
     ALONE,
-    BASE,
     CUTS,
     KEYS,
     LAYOUTS,
@@ -24,9 +23,14 @@ from service_client import (
     TOKENS,
     TrainingService,
     a_pass,
+    check_equal,
+    copies_of_groups,
     create,
+    drawn_by,
     log_probs_of,
     numbers,
+    of_actor,
+    open_start,
     sample,
     two_steps,
 )
@@ -74,9 +78,27 @@ def two_hours_ago(journal: Path) -> None:
     journal.write_bytes(whole)
 
 
-@pytest.fixture(
-    params=[("one process, adapters", 4, (*ALONE, "actor_rollout_ref.model.lora.rank=4"))], ids=lambda x: x[0]
-)
+ADAPTERS = (*ALONE, "actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.rollout.max_loras=2")
+ADAPTERS += ("actor_rollout_ref.rollout.prefix_match_unit=2",)
+
+
+def check_versions_beside_each_other(service: TrainingService) -> None:
+    """Three versions of two tenants and the start, asked at once of two slots: the log-probs are the trainer's with
+    each one's weights, and stay when it has left its slot and comes back. One prompt, so that a cached prefix of
+    another version would show.
+    """
+    versions = {"session-0:sample:1": "anna", "session-0:sample:11": "anna", "session-1:sample:4": "bert"}
+    samplers = versions | {open_start(service): "anna"}
+    together = drawn_by(service, samplers, 14, stop=[1])
+    assert copies_of_groups(service)[-2:] == [2, 2]
+    for place, (name, tenant) in enumerate(samplers.items()):
+        tokens, log_probs = together[name][0]
+        assert of_actor(service, name, tenant, 20, tokens) == pytest.approx(log_probs, abs=5e-5), name
+        check_equal({name: together[name]}, drawn_by(service, {name: tenant}, 15 + place, stop=[1]))
+    assert len({str(sequences[0][1]) for sequences in together.values()}) == 4
+
+
+@pytest.fixture(params=[("one process, two slots of adapters", 4, ADAPTERS)], ids=lambda x: x[0])
 def service(request, tmp_path: Path) -> Iterator[TrainingService]:
     _, _, overrides = request.param
     service = TrainingService(tmp_path, *overrides)
@@ -109,7 +131,7 @@ def test_clients_train_and_sample_and_a_killed_service_continues(service: Traini
     run, path = f"training_runs/{anna}", saved_for_two_hours(service, anna)
     service.line.kill_all()
     two_hours_ago(service.line.run / "journal")
-    revived = TrainingService(tmp_path, *ALONE, "actor_rollout_ref.model.lora.rank=4")
+    revived = TrainingService(tmp_path, *ADAPTERS)
     try:
         assert "21 replies are the same" in revived.line.text()
         revived.line.wait_for(lambda: not revived.saved(path), timeout=30)
@@ -122,6 +144,7 @@ def test_clients_train_and_sample_and_a_killed_service_continues(service: Traini
             was = decoded(content, SAMPLE_RESPONSE)
             assert [one["tokens"] for one in new["sequences"]] == [one["tokens"] for one in was["sequences"]]
         assert len(two_steps(revived, anna, "anna", first=8)) == 8
+        check_versions_beside_each_other(revived)
         assert revived.ask("retrieve_future", {"request_id": f"{anna}:1"}, "bert")[0] == 404
         for head in ({"Host": "evil.example"}, {"X-API-Key": "tml-other-0123456789"}, {"Content-Encoding": "zstd"}):
             assert 400 <= revived.ask("create_session", {}, **head)[0] < 500
@@ -131,7 +154,7 @@ def test_clients_train_and_sample_and_a_killed_service_continues(service: Traini
     finally:
         revived.line.kill_all()
     assert KEYS["anna"].encode() not in (revived.line.run / "journal").read_bytes()
-    assert sum(head["kind"] == "reply" for head, _ in records(revived.line.run / "journal")) == 32  # one drops a copy
+    assert sum(head["kind"] == "reply" for head, _ in records(revived.line.run / "journal")) == 49  # one drops a copy
 
 
 GREEDY = {"temperature": 0.0}
@@ -143,13 +166,12 @@ def whole_tokens(reply: dict) -> list[int]:
 
 def check_stop(service: TrainingService) -> None:
     """A text of the second and third digit ends the base's response with these."""
-    base = {"session_id": "session-0", "sampling_session_seq_id": 99, "base_model": BASE}
-    assert service.ask("create_sampling_session", base)[0] == 200
+    start = open_start(service)
     whole, cut = [], []
     for number, options, found in ((1, {}, whole), (2, {"stop": ""}, cut)):
         if "stop" in options:
             options["stop"] = "".join("0123456789"[one - 4] for one in whole[1:3])
-        asked = sample("session-0:sample:99", number, **GREEDY, **options)
+        asked = sample(start, number, **GREEDY, **options)
         reply = decoded(service.done("asample", asked)[1], SAMPLE_RESPONSE)
         found += whole_tokens(reply)
         assert reply["sequences"][0]["stop_reason"] == 0

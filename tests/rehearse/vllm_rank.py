@@ -152,6 +152,7 @@ def built_engine(models: Any, tensors: dict[str, Any], adapters: dict[str, Any])
 
     role, family = models.placement.roles["rollout"], models.actor.family
     hf_config, lora = ModelFolder(role.model_path).hf_config, models.actor_role.lora
+    in_slots = {name: one[None] for name, one in adapters.items()}
     settings = hf_config.to_dict()
     return RolloutEngine(
         model_path=role.model_path,
@@ -162,7 +163,7 @@ def built_engine(models: Any, tensors: dict[str, Any], adapters: dict[str, Any])
         dtype="bfloat16",
         grid=models.rollout,
         tensors=tensors,
-        adapters=EngineAdapters(adapters, held_rank(lora.rank), lora.scale) if adapters else None,
+        adapters=EngineAdapters(in_slots, held_rank(lora.rank), lora.scale) if adapters else None,
         seed=1,
         hf_overrides=placed_settings(family, rollout_settings(family, settings)),
         text_only=family.inside is not None,

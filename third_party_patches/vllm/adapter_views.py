@@ -19,7 +19,7 @@ from third_party_patches.guard import VLLM, Patch
 
 
 class Given(NamedTuple):
-    """tensors: `model.layers.0.self_attn.q_proj.lora_A` -> [rank, in], and so on for lora_B [out, rank]."""
+    """tensors: `model.layers.0.self_attn.q_proj.lora_A` -> [slots, rank, in], and lora_B [slots, out, rank] alike."""
 
     tensors: Mapping[str, Any]
     scale: float
@@ -62,10 +62,10 @@ def bind(worker_manager: Any, given: Given) -> None:
 
 
 def _view(name: str, buffer: Any, tensors: Mapping[str, Any]) -> Any:
-    """The given tensor in the buffer's shape [1, 1, rows, columns]; without one the buffer, whose zeros stay."""
+    """The given tensor in the buffer's shape [slots, 1, rows, columns]; without one the buffer, whose zeros stay."""
     if name not in tensors:
         return buffer
-    view = tensors[name][None, None]
+    view = tensors[name][:, None]
     if view.shape != buffer.shape or view.dtype != buffer.dtype:
         wanted, given = ((list(tensor.shape), tensor.dtype) for tensor in (buffer, view))
         raise ValueError(f"{name}: vLLM expects {wanted}, given is {given}")

@@ -1,14 +1,13 @@
-"""Multiply by one adapter on CPUs as by any matrix.
+"""Multiply by adapters on CPUs as by any matrix.
 
-Reason: vLLM's CPU form of LoRA serves a mixture of adapters. It copies A and B once for every token, which takes more
-memory and time than the layer itself. Here all tokens of a batch have the same adapter.
-What it does: a batch with one adapter computes B (A x) with two matrix products, in the dtype of the weights; one
-without any adds nothing; a mixture continues as before.
+Reason: vLLM's CPU form of LoRA copies A and B once for every token, which takes more memory and time than the layer
+itself. In a mixture it gives tokens without an adapter that of the last slot, because -1 stands for none.
+What it does: B (A x) is two matrix products for the tokens of each adapter, in the dtype of the weights; nothing is
+added to tokens without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,21 +37,28 @@ def apply() -> None:
     """Wrap `PunicaWrapperCPU.add_lora_linear`."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    original: Callable[..., Any] = PunicaWrapperCPU.add_lora_linear
-    if original.__module__ == __name__:
+    if PunicaWrapperCPU.add_lora_linear.__module__ == __name__:
         return
 
     def add_lora_linear(
         self: Any, y: torch.Tensor, x: torch.Tensor, a: Any, b: Any, scale: float, output_slices: Any, **kwargs: Any
     ) -> None:
         slots = self.token_lora_indices
-        if not len(slots) or not bool((slots == slots[0]).all()):
-            original(self, y, x, a, b, scale, output_slices, **kwargs)
-        elif int(slots[0]) >= 0:
-            add_products(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), a, b, scale, output_slices, int(slots[0]))
+        outputs, inputs = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        present: list[int] = slots.unique().tolist()
+        for slot in (slot for slot in present if slot >= 0):
+            if len(present) == 1:
+                add_products(outputs, inputs, a, b, scale, output_slices, slot)
+                continue
+            tokens = (slots == slot).nonzero().flatten()
+            added = outputs[tokens]
+            add_products(added, inputs[tokens], a, b, scale, output_slices, slot)
+            outputs[tokens] = added
 
     add_lora_linear.__module__ = __name__
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
 
 
-PATCH = Patch(VLLM_CPU, apply, drop_when="vLLM's CPU form of LoRA has a path for batches with one adapter")
+PATCH = Patch(
+    VLLM_CPU, apply, drop_when="vLLM's CPU form of LoRA copies no weights, and adds nothing without an adapter"
+)

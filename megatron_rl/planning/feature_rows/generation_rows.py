@@ -16,6 +16,7 @@ DELTAS, EAGER, UNIT = f"{ROLLOUT}.weight_deltas", f"{ROLLOUT}.enforce_eager", f"
 SPECULATIVE, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_factor"
 SCHEDULING = f"{ROLLOUT}.async_scheduling"
 DP, EP = f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.expert_parallel_size"
+SLOTS = f"{ROLLOUT}.max_loras"
 BITWISE, TP, TOP_P, TOP_K = (f"{ROLLOUT}.{key}" for key in ("bitwise", "tensor_model_parallel_size", "top_p", "top_k"))
 ACTOR_TP, DTYPE = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.dtype"
 SLICES = "slices count engine steps, and one step would still run when a slice has ended"
@@ -207,6 +208,18 @@ ROWS = (
         ),
     ),
     Feature(
+        "adapter_slots",
+        "several resident adapters in generation",
+        {SLOTS: 2},
+        where(SLOTS, 1, lambda slots: slots > 1),
+        needs=(Relation("lora", "weights that are trained whole have no adapters", gives_up=True),),
+        excludes=(
+            Relation("merged_adapters", "weights with adapters merged in are those of one version"),
+            Relation("own_pool", "`serve` samples in the actor's pool"),
+        ),
+        refused_unproven=True,
+    ),
+    Feature(
         "bitwise",
         "log-probs of trainer and rollout that are equal to the last bit",
         {BITWISE: True},
@@ -218,6 +231,7 @@ ROWS = (
             Relation("transformer_engine", "its products are not those of tiles", {BITWISE: False}),
             Relation("context_parallel", "sums of other ranks' keys are added in another order", {BITWISE: False}),
             Relation("attention_dp", "experts of other ranks are added in another order", {BITWISE: False}),
+            Relation("adapter_slots", "its products are those of one adapter"),
         ),
         of_model=(Requirement("plain attention, gated MLPs, experts with a softmax", _not_bitwise, {BITWISE: False}),),
         of_layout=(
