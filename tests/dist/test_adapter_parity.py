@@ -191,6 +191,10 @@ ALIKE = ("Kimi-K2", "GLM-4.7-Flash", "Qwen2.5 inside", "Gemma-3 inside")
 """Their parts are in others: DeepSeek-V3, and Qwen3.5 inside. The first two read other names, in one process, too."""
 
 
+BOTH = tuple(name for name in FURTHER if name not in ALIKE[:2])
+"""In one process weekly: the sweeps have them cut, or others with their parts."""
+
+
 def seldom(name: str, weekly: tuple[str, ...]) -> list[pytest.MarkDecorator]:
     return [pytest.mark.weekly] if name in weekly else []
 
@@ -199,7 +203,7 @@ def seldom(name: str, weekly: tuple[str, ...]) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(pytest.param(name, (1, 1, 1, {}), id=f"{name}-one", marks=seldom(name, ALIKE[2:])) for name in FURTHER),
+        *(pytest.param(name, (1, 1, 1, {}), id=f"{name}-one", marks=seldom(name, BOTH)) for name in FURTHER),
         *(pytest.param(name, TP2_PP2, id=f"{name}-TP2xPP2", marks=seldom(name, ALIKE)) for name in FURTHER),
         *(pytest.param(name, EP2, id=f"{name}-EP2", marks=seldom(name, ALIKE)) for name in OF_EXPERTS),
     ],

@@ -26,10 +26,11 @@ from megatron_rl.records import ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-OFTEN = ("GLM-4.5",)
+OFTEN, SELDOM = ("GLM-4.5",), ("GLM-4.7-Flash",)
+"""Weekly: latent attention, which DeepSeek-V3 has."""
 
 
-@pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each, OFTEN)) for each in WITH_MTP])
+@pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each, OFTEN, SELDOM)) for each in WITH_MTP])
 def test_guesses_change_no_answer(tmp_path, family) -> None:
     """Greedy, sampled and filtered, together and alone, in whole and in slices. The layer guesses that a token comes
     again, which is so in most greedy answers. Would not catch a layer that guesses badly: see below.
@@ -66,8 +67,8 @@ BOTH = [(save, case) for save in (save_glm4_with_mtp, save_deepseek_with_mtp) fo
 REFUSED = [(save_deepseek_with_mtp, case) for case in ("shared beginnings", "adapters")]
 """Preflight refuses shared beginnings of prompts for latent attention on CPUs, and adapters that are not merged."""
 AGAIN = [pair for pair in BOTH if (pair[0] is save_glm4_with_mtp) != (pair[1] in ("shared beginnings", "TP2"))]
-AGAIN += [(save_deepseek_with_mtp, "TP2, EP2")]
-"""Weekly: each feature with the other family."""
+AGAIN += [(save_deepseek_with_mtp, case) for case in ("TP2, EP2", "prompts in parts", "few rows")]
+"""Weekly: each feature with the other family, and what cuts n-gram drafts alike in test_drafts.py."""
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def taught(config) -> tuple[Answers, Answers, float, float]:
     return before, in_slices(rollout.generator, first, None), losses[0], losses[-1]
 
 
-@pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each, OFTEN)) for each in WITH_MTP])
+@pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each, OFTEN, SELDOM)) for each in WITH_MTP])
 def test_generation_guesses_what_the_layer_has_learnt(tmp_path, family) -> None:
     """On two stages: the layer learns greedy answers while the policy stays, and the same answers then need fewer
     engine steps, so generation reads the layer that was trained. Would not catch what it learns of sampled answers.

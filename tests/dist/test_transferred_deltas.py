@@ -11,6 +11,7 @@ import torch
 from joined_pools import Pools, RolloutRank, TrainingRank, join
 from late_messages import LateMessages
 from ranks import run_ranks
+from sweeps import WEEKLY
 
 from megatron_rl.hybrid_engine import delta_exchange, transfer_plan
 from megatron_rl.hybrid_engine.deltas import as_bits
@@ -92,7 +93,7 @@ def versions_rank(pools: Pools, second_buffer: bool, make_transport) -> dict:
 
 def marked(pools: Pools, second_buffer: bool, late: bool):
     often = pools in OFTEN and (second_buffer, late) == (pools is TWO_REPLICAS, pools is not TWO_REPLICAS)
-    marks = [] if often else [pytest.mark.exhaustive]
+    marks = [] if often else [pytest.mark.exhaustive] if second_buffer != late else WEEKLY
     name = "-".join([pools.name, *["second"] * second_buffer, *["late"] * late])
     return pytest.param(pools, second_buffer, late, marks=marks, id=name)
 

@@ -117,8 +117,15 @@ def test_a_run_of_agents_is_repeated_without_its_environment(command_line) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("turns", ["null", "2"])
-@pytest.mark.parametrize("kind", ["agent", "environment"])
+@pytest.mark.parametrize(
+    ("kind", "turns"),
+    [
+        ("agent", "null"),
+        ("environment", "2"),
+        pytest.param("agent", "2", marks=pytest.mark.weekly),
+        pytest.param("environment", "null", marks=pytest.mark.weekly),
+    ],
+)
 def test_every_episode_that_is_cut_has_its_grade(command_line, kind: str, turns: str) -> None:
     """Ahead of training, agents that ask until nothing is left, and environments with `cut`, by tokens and by turns:
     each of more than 100 episodes has its grade and counts as truncated, in the run and in a replay without them.

@@ -72,7 +72,7 @@ DENSE = tuple(
         ("up to CP2 of 4 ranks, all_gather", CP2_OF_FOUR, CP2 | ALL_GATHER | CHOOSES, limited(14), LONG),
         ("TP2, up to CP2, SP, a2a, selective", TP2_CP2, CP2 | A2A | SP | CHOOSES, CORE_AGAIN | limited(12), LONG),
         ("PP2, up to CP2, p2p, full", PP2_CP2, CP2 | P2P | CHOOSES, TWO_LAYERS_AGAIN | limited(12), LONG),
-        ("PP2, VPP2, up to CP2, all_gather", PP2_CP2, CP2 | ALL_GATHER | VPP2 | CHOOSES, limited(12), LONG),
+        ("PP2, VPP2, up to CP2, all_gather", PP2_CP2, CP2 | ALL_GATHER | VPP2 | CHOOSES, limited(12), WEEKLY),
     )
 )
 # Fewer key/value heads than ranks: a2a, which alone divides heads, sends the one to all.
@@ -92,7 +92,7 @@ EXPERTS = (
         Row(Scenario(save_qwen3_moe, layout, ranks, CP2 | CHOOSES | sizes, limited(tokens), common), UPDATE, when)
         for layout, ranks, sizes, tokens, common, when in (
             ("up to CP2 of 4 ranks, EP2, p2p", CP2_OF_FOUR, P2P | EP2, 14, {}, LONG),
-            ("TP2, up to CP2, EP2, ETP1, SP, all_gather", TP2_CP2, ALL_GATHER | EP2 | ETP1 | SP, 12, {}, LONG),
+            ("TP2, up to CP2, EP2, ETP1, SP, all_gather", TP2_CP2, ALL_GATHER | EP2 | ETP1 | SP, 12, {}, WEEKLY),
             ("PP2, up to CP2, EP2, p2p", PP2_CP2, P2P | EP2, 14, {}, ALWAYS),
             # Losses of routers are means over rows of which ranks have different ones.
             ("balanced, up to CP2 of 4 ranks, EP2, p2p", CP2_OF_FOUR, P2P | EP2, 14, of_actor(LOSSES), LONG),
@@ -100,22 +100,22 @@ EXPERTS = (
     ),
 )
 # Kinds of attention: latent, sinks with windows, bounded products with windows, windows with normalised values. The
-# windows are shorter than the sequences.
+# windows are shorter than the sequences. Each is swept with one way to other ranks' keys, which do not see the kind.
 KINDS = tuple(
-    Row(Scenario(save, layout, ranks, sizes, keys, changes=changes), UPDATE, when)
-    for save, changes in (
-        (save_deepseek_v3, {}),
-        (save_gpt_oss, {"sliding_window": 5}),
-        (save_gemma2, {"sliding_window": 5}),
-        (save_gemma4, {"sliding_window": 5}),
+    Row(Scenario(save, layout, ranks, sizes, keys, changes=changes), UPDATE, LONG if layout == swept else WEEKLY)
+    for save, swept, changes in (
+        (save_deepseek_v3, "CP2, p2p", {}),
+        (save_gpt_oss, "CP2, a2a", {"sliding_window": 5}),
+        (save_gemma2, "CP2, p2p", {"sliding_window": 5}),
+        (save_gemma4, "CP2, a2a", {"sliding_window": 5}),
     )
-    for layout, ranks, sizes, keys, when in (
-        ("CP2, p2p", CP2_OF_TWO, CP2 | P2P, {}, LONG),
-        ("CP2, all_gather, padded, selective", CP2_OF_TWO, CP2 | ALL_GATHER, PADDED | CORE_AGAIN, WEEKLY),
-        ("CP2, a2a", CP2_OF_TWO, CP2 | A2A, {}, LONG),
-        ("CP4, p2p, full", CP4_OF_FOUR, CP4 | P2P, TWO_LAYERS_AGAIN, WEEKLY),
-        ("up to CP2 of 4 ranks, p2p", CP2_OF_FOUR, CP2 | P2P | CHOOSES, limited(14), WEEKLY),
-        ("TP2, CP2, SP, p2p", TP2_CP2, CP2 | P2P | SP, {}, WEEKLY),
+    for layout, ranks, sizes, keys in (
+        ("CP2, p2p", CP2_OF_TWO, CP2 | P2P, {}),
+        ("CP2, all_gather, padded, selective", CP2_OF_TWO, CP2 | ALL_GATHER, PADDED | CORE_AGAIN),
+        ("CP2, a2a", CP2_OF_TWO, CP2 | A2A, {}),
+        ("CP4, p2p, full", CP4_OF_FOUR, CP4 | P2P, TWO_LAYERS_AGAIN),
+        ("up to CP2 of 4 ranks, p2p", CP2_OF_FOUR, CP2 | P2P | CHOOSES, limited(14)),
+        ("TP2, CP2, SP, p2p", TP2_CP2, CP2 | P2P | SP, {}),
     )
 )
 CONTEXT = (*DENSE, ONE_KEY_HEAD, *EXPERTS, *KINDS)

@@ -34,7 +34,7 @@ OF_ENGINE = (
         Row(Scenario(tied(save), "PP2", TWO_STAGES), EnginesExperts(without=2 * BOUND, least=0.001), when)
         for save, when in (
             (save_qwen3_moe_with_dense_layers, ALWAYS),
-            (save_qwen2_moe, LONG),
+            (save_qwen2_moe, WEEKLY),
             (save_gpt_oss, LONG),
             (save_minimax, WEEKLY),
             (save_qwen3_5_moe, LONG),
@@ -55,8 +55,11 @@ LAYOUTS = {
     "TP2, CP2, SP": ((4, 2, 1), SP | ETP1 | CP2),
     "PP2, up to CP2": ((4, 1, 2), UP_TO_CP2, FEW_TOKENS),
 }
-WHEN = {("TP2, PP2, VPP2", "R2"): ALWAYS, ("TP2, PP2, EP2", "R2"): WEEKLY}
-"""R2 records experts on TP2 with stages, and on EP2, in other layouts."""
+WHEN = {
+    ("TP2, PP2, VPP2", "R2"): ALWAYS,
+    **{(layout, "R2"): WEEKLY for layout in ("TP2, PP2, EP2", "TP2, CP2, SP", "PP2, up to CP2")},
+}
+"""R2 records experts on TP2 with stages, and on EP2; R3 brings others' to ranks of CP, too."""
 UPDATES = tuple(
     Row(Scenario(save_qwen3_moe, layout, *cut), ReplayedUpdate(mode), WHEN.get((layout, mode), LONG))
     for (layout, cut), mode in itertools.product(LAYOUTS.items(), ("R2", "R3"))

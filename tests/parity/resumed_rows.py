@@ -74,6 +74,7 @@ OF_TASKS = tuple(
     Row(
         Scenario(save, f"TP2xPP2 to {layout}", FOUR),
         OtherLayouts((Leg(ranks),), True, (f"{role}/grad_norm", 3, 1e-3), task),
+        LONG if ranks is ALONE else WEEKLY,
     )
     for save, task, role in (
         (save_llama, SFT, "actor"),

@@ -102,6 +102,7 @@ EXPERTS = tuple(
     Row(
         Scenario(save_qwen3_moe, layout + (", balanced" if common else ""), DP2, keys=EP2 | keys, common=common),
         TaskUpdate(task, is_balanced=bool(common)),
+        LONG if task is SUPERVISED or not common else WEEKLY,
     )
     for task, layout, keys in (
         (SUPERVISED, "EP2", {}),
