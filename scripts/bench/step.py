@@ -2,6 +2,7 @@
 
     python scripts/bench/step.py [--trl-python PYTHON] [--sizes small tiny] [--rounds 7] [--arms local ray trl]
     python scripts/bench/step.py --against CHECKOUT [--sizes tiny] [--arms local ray]
+    python scripts/bench/step.py --arms parts [--sizes tiny] [--threads 1]
     python scripts/bench/step.py --against . --arms local --other-keys actor_rollout_ref.model.lora.rank=32
 
 PYTHON belongs to an environment of its own, with TRL in it; nothing of this package needs it. Without one the commands
@@ -12,7 +13,10 @@ every token ends one with a probability of about 1/64.
 
 Seconds are medians over the rounds, with the lowest and the highest; ratios are medians of the ratios of each round.
 CPU seconds, of all threads of a process, stay comparable where the machine has other work, best with --threads 1; of
-the arm `ray`, whose rank has a thread for each core, they are not seen.
+the arm `ray`, whose rank has a thread for each core, they are not seen. The arm `ranks` has as many ranks as --threads,
+which split every batch and have a thread for each core over their number; it is for a --threads of the cores. The arm
+`parts` is `local` with a table of
+where the time goes; what watches costs some of it.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
+from step_parts import print_parts
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -38,6 +43,7 @@ TRL = ("torch==2.13.0", "transformers==5.16.1", "trl==1.16.0")
 LR, WEIGHT_DECAY, KL_COEF = 1e-6, 0.01, 0.001
 OTHER = "_other"
 """Behind the names of the arms that run another checkout's code."""
+PARTS, RANKS = "parts", "ranks"
 UPDATE = "timing_s/update_actor"
 TRL_SETTINGS = {"bf16": False, "gradient_checkpointing": False}
 """Both are on by default, and both make it slower on these cores."""
@@ -211,7 +217,9 @@ def command_of(arm: str, size: Size, folder: Path, steps: int, asked: list[str],
         config = folder / f"{arm}.yaml"
         config.write_text(yaml.safe_dump(our_config(size, folder, steps)))
         own = options.other_keys if arm.endswith(OTHER) else []
-        overrides = [f"trainer.default_local_dir={folder / arm}", *options.ours, *own]
+        in_ranks = arm.removesuffix(OTHER) == RANKS
+        several = ["trainer.launcher=local", f"trainer.n_gpus_per_node={options.threads}"] if in_ranks else []
+        overrides = [f"trainer.default_local_dir={folder / arm}", *several, *options.ours, *own]
         script = repository_of(arm, options) / "scripts/bench/step_ours.py"
         return [sys.executable, str(script), str(config), arm.removesuffix(OTHER), *overrides]
     job = {
@@ -255,6 +263,8 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
         print(f"  {arm:6} {spread(seconds)} s; CPU {spread(cpu)} s")
         print(f"         {spread(per_token)} s for 1,000 tokens, answers of {tokens:.1f} tokens")
         print("         " + ", ".join(f"{name} {value:.3f}" for name, value in phases.items()))
+        if arm.startswith(PARTS):
+            print_parts([step["parts"] for step in steps])
     ours = [arm for arm in taken if arm != "trl" and not arm.endswith(OTHER)]
     pairs = [("trl", arm) for arm in ours if "trl" in taken] + [
         (arm, arm + OTHER) for arm in ours if arm + OTHER in taken
@@ -307,7 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, help="the interpreter of TRL's environment")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--arms", nargs="+", choices=["local", "ray", "trl"])
+    parser.add_argument("--arms", nargs="+", choices=["local", PARTS, RANKS, "ray", "trl"])
     parser.add_argument("--against", type=Path, help="another checkout of this repository, instead of TRL")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those")
