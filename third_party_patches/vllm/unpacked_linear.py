@@ -40,16 +40,15 @@ class PlainLinear:
 @contextmanager
 def packed(model: torch.nn.Module) -> Iterator[None]:
     """Inside, float32 linears of vLLM's model read packed copies of their weights, which must not change meanwhile."""
-    linears = [(module, module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")]
-    plain = [(module, linear) for module, linear in linears if isinstance(linear, PlainLinear)]
+    modules: list[Any] = [one for one in model.modules() if isinstance(getattr(one, "cpu_linear", None), PlainLinear)]
     try:
-        for module, linear in plain:
-            if module.weight.dtype == torch.float32:
-                linear.packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
+        for one in modules:
+            if one.weight.dtype == torch.float32:
+                one.cpu_linear.packed = torch.ops.mkldnn._reorder_linear_weight(one.weight.detach())
         yield
     finally:
-        for _, linear in plain:
-            linear.packed = None
+        for one in modules:
+            one.cpu_linear.packed = None
 
 
 def dispatch_plain_linear(layer: Any, remove_weight: bool) -> None:
