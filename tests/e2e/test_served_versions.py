@@ -27,7 +27,7 @@ from sweeps import WEEKLY
 pytestmark = [pytest.mark.slow, *WEEKLY]
 
 RANK, SLOTS = "actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.rollout.max_loras={}"
-ONE, ALL = "one", CUTS["TP2xPP2"]
+ALL = CUTS["TP2xPP2"]
 LAYOUTS = {f"{layout}, 2 slots": (*overrides, RANK, SLOTS.format(2)) for layout, overrides in CUTS.items()}
 LAYOUTS["TP2xPP2, 4 slots"] = (*ALL, RANK, SLOTS.format(4))
 LAYOUTS["TP2xPP2 to TP1, 3 slots"] = (
@@ -36,6 +36,17 @@ LAYOUTS["TP2xPP2 to TP1, 3 slots"] = (
     SLOTS.format(3),
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
 )
+LAYOUTS["PP2, base brought again, 2 slots"] = (
+    *CUTS["PP2"],
+    RANK,
+    SLOTS.format(2),
+    "actor_rollout_ref.model.lora.base=refetch",
+)
+for option in ("speculative=ngram", "async_scheduling=true"):
+    LAYOUTS[f"{option}, 2 slots"] = (*CUTS["one"], RANK, SLOTS.format(2), f"actor_rollout_ref.rollout.{option}")
+FP8 = ("quantization=fp8", "quantization_block_size=16")
+FP8 = (*(f"actor_rollout_ref.rollout.{key}" for key in FP8), "actor_rollout_ref.actor.use_rollout_log_probs=true")
+LAYOUTS["fp8, 2 slots"] = (*CUTS["one"], RANK, SLOTS.format(2), *FP8)
 TRAINED = (("anna", ROW, 2), ("bert", (9, 10, 14, 7, 4, 15, 5, 9, 1), 1))
 """Tenant, row, steps."""
 SAMPLERS = {"session-0:sample:0": "anna", "session-0:sample:1": "anna", "session-1:sample:0": "bert", START: "anna"}
@@ -69,15 +80,18 @@ def test_layouts_sample_versions_alike(tmp_path: Path) -> None:
 
     Would not catch an error of weights that are put in place, which other tests compare with the trainer's log-probs.
     """
-    one = (*CUTS["one"], RANK)
-    with opened(tmp_path / ONE, *one) as service:
-        alone = drawn_by(service, SAMPLERS, 7, stop=[1])
-        greedy = drawn_by(service, SAMPLERS, 8, temperature=0.0)
-        assert len({str(sequences) for sequences in alone.values()}) == len(SAMPLERS)
+    alone, greedy = {}, {}
+    for kind, keys in (("", ()), ("fp8", FP8)):
+        with opened(tmp_path / f"alone {kind}", *CUTS["one"], RANK, *keys) as service:
+            alone[kind] = drawn_by(service, SAMPLERS, 7, stop=[1])
+            greedy[kind] = drawn_by(service, SAMPLERS, 8, temperature=0.0)
+            assert len({str(sequences) for sequences in alone[kind].values()}) == len(SAMPLERS)
+    assert alone[""] != alone["fp8"]
     for layout, overrides in LAYOUTS.items():
+        kind = "fp8" if layout.startswith("fp8") else ""
         with opened(tmp_path / layout, *overrides) as service:
-            check_equal(alone, drawn_by(service, SAMPLERS, 7, stop=[1]))
-            check_equal(greedy, drawn_by(service, SAMPLERS, 8, temperature=0.0))
+            check_equal(alone[kind], drawn_by(service, SAMPLERS, 7, stop=[1]))
+            check_equal(greedy[kind], drawn_by(service, SAMPLERS, 8, temperature=0.0))
             num_slots = int(re.search(r"(\d) slots", layout)[1])
             assert max(copies_of_groups(service)) == num_slots, layout
             service.line.process.send_signal(signal.SIGTERM)
