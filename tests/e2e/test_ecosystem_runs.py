@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet
 import pytest
-from byte_models import speaker
+from byte_models import speaker, taught_model
 from command_line import REPOSITORY, CommandLine
 from make_agent_assets import rows as guess_rows
 from make_demo_assets import write_parquet
@@ -280,3 +282,42 @@ def test_guessing_on_a_server_is_learnt(command_line, interpreter, tmp_path) -> 
         assert run.wait(3000) == 0, run.text()
     held_out = [line[HELD_OUT] for line in metrics(run).values() if HELD_OUT in line]
     assert held_out[0] < 0.5 and held_out[-1] >= 0.95, held_out
+
+
+SUMS = tuple(f"{end}_{part}={number}" for part, number in (("terms", 2), ("digits", 1)) for end in ("min", "max"))
+RIGHT, ANSWERS, BATCH, STEPS = 0.6, range(-9, 19), 128, 1000
+TREE = "actor_rollout_ref.model.enable_tree_training=true"
+OPTIMIZER = "actor_rollout_ref.actor.optim."
+TAUGHT = tuple(OPTIMIZER + key for key in ("lr=3e-3", "lr_warmup_steps=20", "clip_grad=1", "betas=[0.9,0.95]"))
+
+
+def lessons_of(rows: Path, number: int, seed: int) -> list[list[dict[str, str]]]:
+    """What a teacher says who knows the answer in three of five rows, and else says any."""
+    draw, tasks = random.Random(seed), pyarrow.parquet.read_table(rows).to_pylist()
+    lessons = []
+    for task in draw.choices(tasks, k=number):
+        truth = task["reward_model"]["ground_truth"]
+        said = truth if draw.random() < RIGHT else str(draw.choice(ANSWERS))
+        lessons.append([*task["prompt"], {"role": "assistant", "content": said}])
+    return lessons
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_sums_of_reasoning_gym_are_learnt(command_line, interpreter, tmp_path, seed: int) -> None:
+    """By a model of a noisy teacher, and sampled. Would not catch a model that only knows the 200 sums of two digits,
+    which are all there are.
+    """
+    python = interpreter("reasoning-gym")
+    train = made_rows(python, "reasoning_gym:chain_sum", tmp_path / "train.parquet", *SUMS, seed=seed, size=4096)
+    test = made_rows(python, "reasoning_gym:chain_sum", tmp_path / "test.parquet", *SUMS, seed=seed + 99, size=256)
+    keys = (f"data.train_batch_size={BATCH}", f"trainer.total_training_steps={STEPS}", f"trainer.seed={seed}", TREE)
+    lessons = lessons_of(train, BATCH * STEPS, seed)
+    model = taught_model(tmp_path / "taught", lessons, *keys, *TAUGHT, "data.max_length=96", seed=seed)
+    way = ("path=adapter:reasoning_gym", "name=Environment", "kwargs={tag: answer}")
+    keys = (*(f"{TURNS}.environment.{key}" for key in way), f"{TURNS}.python={python}", f"trainer.seed={seed}")
+    keys = (*keys, "data.max_prompt_length=80", "data.max_response_length=4", "trainer.total_training_steps=80")
+    files = (f"data.train_files={train}", f"data.val_files={test}", f"actor_rollout_ref.model.path={model}")
+    run = command_line(*LOCAL, *keys, *files, config="configs/agents/guess.yaml")
+    assert run.wait(1200) == 0, run.text()
+    held_out = [line[RIGHT_SUMS] for line in metrics(run).values() if RIGHT_SUMS in line]
+    assert held_out[0] < 0.65 and held_out[-1] >= 0.9, held_out
