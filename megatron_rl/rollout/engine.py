@@ -37,7 +37,7 @@ from third_party_patches.vllm.adapter_views import using_adapters
 from third_party_patches.vllm.rank_order import using_rank_order
 from third_party_patches.vllm.unpacked_linear import packed
 
-WORTH_PACKING = 16
+WORTH_PACKING = 64
 """Engine steps of a slice from which on packed weights cost less than they save, on CPUs."""
 
 
