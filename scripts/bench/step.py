@@ -71,7 +71,7 @@ SIZES = {
     size.name: size
     for size in (
         Size("small", 512, 1408, 8, 8, 4, response=256, trl_passes=8, max_tokens=2048),
-        Size("tiny", 128, 256, 4, 4, 4, response=32, trl_passes=1, max_tokens=4096),
+        Size("tiny", 128, 256, 4, 4, 4, response=32, trl_passes=1, max_tokens=8192),
     )
 }
 
