@@ -100,3 +100,10 @@ def check_served(config: RunConfig) -> None:
         raise ConfigError(
             f"serve reduces gradients once, at a step, and {key}=true does after each pass; try: {key}=false"
         )
+    is_offloaded = config.actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload
+    if is_offloaded and megatron.dtype != "float32" and config.trainer.device == "cuda":
+        key = "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload"
+        raise ConfigError(
+            f"serve moves a model's masters with it, and {key}=true keeps those of {megatron.dtype} in host memory; "
+            f"try: {key}=false"
+        )

@@ -86,6 +86,7 @@ class Desk:
         self.served, self.log = served, CommandLog()
         self._stop_token, self._seed = stop_token, seed
         self._sessions: dict[str, str] = {}
+        self._num_sessions = 0
         self._models: dict[str, ClientModel] = {}
         self._saved = SavedStates(self._drop)
         self._num_drops = 0
@@ -119,13 +120,22 @@ class Desk:
     # Sessions and models
 
     def _create_session(self, tenant: str, body: Body) -> dict[str, Any]:
-        num_sessions = sum(owner == tenant for owner in self._sessions.values())
-        if num_sessions >= MOST_SESSIONS:
-            raise BadRequest("session", f"this key has {num_sessions} sessions; try: one of them", 429)
-        session = f"session-{len(self._sessions)}"
+        of_key = [name for name, owner in self._sessions.items() if owner == tenant]
+        if len(of_key) >= MOST_SESSIONS:
+            unused = next((name for name in of_key if not self._is_used(name)), None)
+            if unused is None:
+                reason = f"each of this key's {len(of_key)} sessions has a model or a sampler"
+                raise BadRequest("session", f"{reason}; try: unload_model of one", 429)
+            del self._sessions[unused]
+        session = f"session-{self._num_sessions}"
         self._sessions[session] = tenant
+        self._num_sessions += 1
         self.num_changes += 1
         return {"type": "create_session", "session_id": session}
+
+    def _is_used(self, session: str) -> bool:
+        has_model = any(one.session == session and one.is_loaded for one in self._models.values())
+        return has_model or bool(self._samplers.of(session))
 
     def _heartbeat(self, tenant: str, body: Body) -> dict[str, Any]:
         self._session(tenant, body.values)
@@ -418,6 +428,7 @@ class Desk:
         """Return the state that another desk restores, as JSON, while no command is open."""
         return {
             "sessions": self._sessions,
+            "num_sessions": self._num_sessions,
             "models": {name: asdict(one) for name, one in self._models.items()},
             "samplers": self._samplers.kept(),
             "saved": self._saved.kept(),
@@ -433,6 +444,7 @@ class Desk:
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Continue with what `kept` has returned. The desk must be new."""
         self._sessions = dict(kept["sessions"])
+        self._num_sessions = kept.get("num_sessions", len(self._sessions))
         self._models = {name: ClientModel(**one) for name, one in kept["models"].items()}
         self._samplers.restore(kept["samplers"])
         self._saved.restore(kept["saved"])

@@ -27,7 +27,7 @@ from megatron_rl.serve.client_commands import (
     UnloadModel,
 )
 from megatron_rl.serve.command_log import MOST_AHEAD, CommandReply
-from megatron_rl.serve.desk import Desk
+from megatron_rl.serve.desk import MOST_SESSIONS, Desk
 from megatron_rl.serve.protobuf import decoded, encoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.request_values import ServedModel, adapter_seed
@@ -417,6 +417,24 @@ def test_a_tenant_has_so_many_sampling_sessions() -> None:
         post(one, "create_sampling_session", sampling_session_seq_id=number + 1)
         assert post(one, "asample", **asked) == sampled
         assert refusal_of_waiting(one, "asample", **asked, seq_id=1) == 404
+
+
+def test_a_tenant_has_so_many_sessions() -> None:
+    """The oldest without a model and a sampler leaves for the next, whose name is no other's, also after a snapshot.
+    Where each has some, the next is refused. Would not catch a forgotten session whose client is only slow.
+    """
+    desk = opened("create_session", "create_model")
+    for _ in range(MOST_SESSIONS - 1):
+        post(desk, "create_session")
+    again = a_desk()
+    again.restore(json.loads(json.dumps(desk.kept())))
+    for one in (desk, again):
+        assert post(one, "create_session")["session_id"] == f"session-{MOST_SESSIONS}"
+        names = one.sessions("anna")
+        assert len(set(names)) == MOST_SESSIONS and "session-1" not in names and "session-0" in names
+        for name in names[:-1]:
+            post(one, "create_sampling_session", session_id=name, model_path=None, base_model="assets/demo/model")
+        assert refusal_of(one, "create_session").status == 429
 
 
 def test_lists_are_a_tenants_own() -> None:
