@@ -6,7 +6,6 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,10 +34,6 @@ from megatron_rl.rollout.shared_weights import MTPModel, register_shared_loader
 from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.adapter_views import using_adapters
 from third_party_patches.vllm.rank_order import using_rank_order
-from third_party_patches.vllm.unpacked_linear import packed
-
-WORTH_PACKING = 64
-"""Engine steps of a slice from which on packed weights cost less than they save, on CPUs."""
 
 
 def inspect_in_process(architecture: str, reads_images: bool = False) -> None:
@@ -214,7 +209,6 @@ class RolloutEngine:
         self.model: torch.nn.Module = runner.model
         if num_tokens is not None or placeholders:
             sample_first(self.model, num_tokens, placeholders)
-        self._on_cpu = device.kind == "cpu"
         self._models = [self.model, *([] if mtp is None else [runner.drafter.model])]
         if bitwise_frequencies is not None:
             compute_bitwise(self.model, bitwise_frequencies, adapters.scale)
@@ -254,8 +248,7 @@ class RolloutEngine:
 
     def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
         """Run a slice: see `InFlightRequests`. Raises RuntimeError if the ranks of a TP group differ in it."""
-        with self._packed(order.num_steps):
-            drawn, num_steps = self.requests.advance(order)
+        drawn, num_steps = self.requests.advance(order)
         self.cache_peak.share = self.requests.groups.largest(self.cache_peak.share)
         results = of_ranks(f"{num_steps} steps, {digest(drawn)}")
         if len(set(results)) > 1:
@@ -263,11 +256,6 @@ class RolloutEngine:
                 f"the ranks of one TP group sampled different tokens or log-probs in one slice: {results}"
             )
         return drawn, num_steps
-
-    def _packed(self, num_steps: int | None) -> AbstractContextManager[None]:
-        """Weights stand still within a slice; packing them costs about as much as it saves in a few steps."""
-        is_long = num_steps is None or num_steps >= WORTH_PACKING
-        return packed(self.model) if is_long and self._on_cpu else nullcontext()
 
 
 def digest(drawn: dict[int, Drawn]) -> str:
