@@ -64,14 +64,14 @@ def stepped(config) -> dict:
     def weights() -> dict:
         return {name: p.detach().clone() for name, p in named_parameters(actor.trainable.models).items()}
 
-    found = {"sizes": sizes, "where": where, "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)}
+    of_rank = {"sizes": sizes, "where": where, "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)}
     for loss in LOSSES:
         for calls in (1, 3, 7):
             actor.take_state("start", STATE)
             sums = [add(loss, rows) for rows in torch.arange(NUM_ROWS).tensor_split(calls)]
             metrics = actor.step_client(ADAM)
-            found[loss, calls] = {"actor_weights": weights(), "sums": sums, "metrics": metrics}
-    found["turns"] = turns_of_two_players(actor, batch, where)
+            of_rank[loss, calls] = {"actor_weights": weights(), "sums": sums, "metrics": metrics}
+    of_rank["turns"] = turns_of_two_players(actor, batch, where)
     halves = torch.arange(NUM_ROWS).tensor_split(2)
     for name, others in (("alone", ()), ("taking turns", ("other",))):
         for model in ("mine", *others):
@@ -88,8 +88,8 @@ def stepped(config) -> dict:
                 actor.step_client(ADAM)
                 actor.keep_state(model, STATE)
         actor.take_state("mine", STATE)
-        found[name] = weights()
-    return found
+        of_rank[name] = weights()
+    return of_rank
 
 
 def turns_of_two_players(actor, batch: Batch, where) -> dict[str, list]:
@@ -122,14 +122,14 @@ def turns_of_two_players(actor, batch: Batch, where) -> dict[str, list]:
             [file] = Path(folder).iterdir()
             return [tensor.clone() for _, tensor in sorted(load_file(file).items())]
 
-    found = {name: play(name) for name in turns}
+    states = {name: play(name) for name in turns}
     actor.keep_state("second", STATE)
-    found["before"] = present(STATE)
+    states["before"] = present(STATE)
     play("first")
     actor.step_client(ADAM)
-    found["of the first"] = present(STATE)
+    states["of the first"] = present(STATE)
     actor.take_state("second", STATE)
-    return found | {"after": present(STATE)}
+    return states | {"after": present(STATE)}
 
 
 def check_turns(turns: dict[str, list]) -> None:
@@ -184,7 +184,7 @@ def check_planned_bytes(config, ranks: list[dict]) -> None:
     models = RunModels(config)
     num = models.grid.stage_size
     for stage in range(models.grid.pp_size):
-        sizes = [found["sizes"] for found in ranks[num * stage : num * (stage + 1)]]
+        sizes = [of_rank["sizes"] for of_rank in ranks[num * stage : num * (stage + 1)]]
         largest = {part: max(size[part] for size in sizes) for part in sizes[0]}
         assert largest == asdict(state_bytes(models.training.ledger(models.actor_role), stage)), stage
 
@@ -200,13 +200,13 @@ def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None
     config = run_config(model_path, tp_size, pp_size, **keys)
     ranks = run_ranks(world_size, stepped, config)
     check_planned_bytes(config, ranks)
-    for found in ranks:
-        check_turns(found["turns"])
+    for of_rank in ranks:
+        check_turns(of_rank["turns"])
     for loss in LOSSES:
-        for found in ranks:
-            once = found[loss, 1]["actor_weights"]
+        for of_rank in ranks:
+            once = of_rank[loss, 1]["actor_weights"]
             for calls in (3, 7):
-                for name, weight in found[loss, calls]["actor_weights"].items():
+                for name, weight in of_rank[loss, calls]["actor_weights"].items():
                     assert (weight - once[name]).abs().max() <= 1e-6, (loss, calls, name)
         sums = {calls: sum(one["loss:sum"] for one in ranks[-1][loss, calls]["sums"]) for calls in (1, 3, 7)}
         assert sums[3] == pytest.approx(sums[1], rel=1e-5, abs=1e-4) and sums[7] == pytest.approx(
@@ -220,10 +220,10 @@ def test_steps_do_not_depend_on_calls_and_are_torchs(layout, model_path) -> None
             expected = loop.weights()
             for name, tensor in whole_weights(results, "actor", model_path).items():
                 assert relative(tensor, expected[name]) < 1e-5, (loss, name)
-    for found in ranks:
-        for name, weight in found["alone"].items():
-            assert torch.equal(weight, found["taking turns"][name]), name
-            assert not rank or "adapter" not in name or found["alone"][name].abs().max() > 0
+    for of_rank in ranks:
+        for name, weight in of_rank["alone"].items():
+            assert torch.equal(weight, of_rank["taking turns"][name]), name
+            assert not rank or "adapter" not in name or of_rank["alone"][name].abs().max() > 0
 
 
 PAIRS, BETA = (2,) * 7, 0.1
@@ -282,7 +282,7 @@ def test_a_clients_step_is_that_of_a_stage(task, cut, model_path) -> None:
     """
     (make, arguments, most), (world_size, tp_size, pp_size) = STAGES[task], CUTS[cut]
     expected = run_ranks(world_size, one_update, task_config(model_path, task, tp_size, pp_size), make(), *arguments)
-    found = run_ranks(world_size, by_a_client, run_config(model_path, tp_size, pp_size), task)
-    for mine, stage in zip(found, expected, strict=True):
+    of_ranks = run_ranks(world_size, by_a_client, run_config(model_path, tp_size, pp_size), task)
+    for by_client, stage in zip(of_ranks, expected, strict=True):
         for name, weight in stage["actor_weights"].items():
-            assert (mine[name] - weight).abs().max() <= most, name
+            assert (by_client[name] - weight).abs().max() <= most, name

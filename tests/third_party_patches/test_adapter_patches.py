@@ -43,8 +43,8 @@ def test_an_adapter_is_two_products_of_its_tokens(slots, monkeypatch):
         raise AssertionError("vLLM's kernel copies A for every token")
 
     monkeypatch.setattr("vllm.lora.punica_wrapper.punica_cpu.bgmv_shrink", copies)
-    found = products(slots, monkeypatch)
-    assert found.any() == any(slot >= 0 for slot in slots)
+    sums = products(slots, monkeypatch)
+    assert sums.any() == any(slot >= 0 for slot in slots)
 
 
 def test_vllms_own_kernel_misreads_no_adapter(monkeypatch):
