@@ -29,7 +29,7 @@ class AdapterSlots:
         shapes = {name: (num_slots, *tensor.shape) for name, tensor in exchange.tensors.items()}
         like = exchange.own.buffers[0]
         self.tensors = {name: like.new_zeros(shape) for name, shape in shapes.items()}
-        self._num_slots, self._num_fillings = num_slots, 0
+        self._num_fillings = 0
         self._is_filled = [False] * num_slots
 
     @property

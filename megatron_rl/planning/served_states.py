@@ -64,19 +64,19 @@ def largest_state(models: RunModels) -> StateBytes:
 
 def served_as_json(models: RunModels, num_models: int) -> dict[str, Any]:
     """Return bytes on the rank that has most: of one model's state by parts, and of all models on the host."""
-    one = largest_state(models)
-    parts = {"weights": one.weights, "moments": one.moments, "gradients": one.gradients}
-    return {"num_models": num_models, "model_bytes": parts, "host_bytes": one.on_host(num_models)}
+    state = largest_state(models)
+    parts = {"weights": state.weights, "moments": state.moments, "gradients": state.gradients}
+    return {"num_models": num_models, "model_bytes": parts, "host_bytes": state.on_host(num_models)}
 
 
 def served_note(models: RunModels, num_models: int) -> str:
     """Return a sentence about host memory for the states of a service's models."""
-    one, num_ranks = largest_state(models), models.training.spec.size.num_ranks_per_node
-    kept = one.on_host(num_models)
+    state, num_ranks = largest_state(models), models.training.spec.size.num_ranks_per_node
+    kept = state.on_host(num_models)
     kind = f"adapters of rank {models.actor_role.lora.rank}" if models.actor_role.lora.rank else "all weights"
-    parts = f"{amount(one.weights)} weights, {amount(one.moments)} moments, {amount(one.gradients)} gradients"
+    parts = f"{amount(state.weights)} weights, {amount(state.moments)} moments, {amount(state.gradients)} gradients"
     return (
-        f"serve: a model, {kind}, is {amount(one.total)} of host memory on a rank ({parts}); {num_models}, and "
+        f"serve: a model, {kind}, is {amount(state.total)} of host memory on a rank ({parts}); {num_models}, and "
         f"{NUM_WEIGHTS} copies of weights, are {amount(kept)} on a rank, {amount(kept * num_ranks)} a node"
     )
 

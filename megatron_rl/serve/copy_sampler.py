@@ -141,7 +141,7 @@ class CopySampler:
     # Prompts
 
     def _of_prompts(self, commands: Sequence[SampleTokens], in_actor: Collection[str]) -> list[dict[str, Any]]:
-        """What replies have of the prompts of their commands."""
+        """Return the fields of each reply that are about its command's prompt."""
         contents: list[dict[str, Any]] = [{} for _ in commands]
         asking = [place for place, one in enumerate(commands) if one.prompt_log_probs or one.prompt_top]
         for copy in dict.fromkeys(_copy_of(commands[place]) for place in asking):

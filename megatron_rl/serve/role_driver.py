@@ -26,7 +26,7 @@ from megatron_rl.serve.client_commands import (
     client_path,
 )
 from megatron_rl.serve.client_rows import batch_of
-from megatron_rl.serve.copy_sampler import AT_START, CopySampler
+from megatron_rl.serve.copy_sampler import AT_START, WEIGHTS, CopySampler
 from megatron_rl.serve.protobuf import encoded
 from megatron_rl.serve.request_journal import digest_of
 from megatron_rl.serve.tinker_messages import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.rollout import Rollout
 
-WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
+MOMENTS, GRADIENTS = "moments", "gradients"
 WHOLE = (WEIGHTS, MOMENTS, GRADIENTS)
 STATES_FOLDER, LIVE = "states", "live-"
 """In a run's folder: a folder of each copy that clients have saved, with a file of each rank."""

@@ -15,8 +15,7 @@ Seconds are medians over the rounds, with the lowest and the highest; ratios are
 CPU seconds, of all threads of a process, stay comparable where the machine has other work, best with --threads 1; of
 the arm `ray`, whose rank has a thread for each core, they are not seen. The arm `ranks` has as many ranks as --threads,
 which split every batch and have a thread for each core over their number; it is for a --threads of the cores. The arm
-`parts` is `local` with a table of
-where the time goes; what watches costs some of it.
+`parts` is `local` with a table of where the time goes; what watches costs some of it.
 """
 
 from __future__ import annotations

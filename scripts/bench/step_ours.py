@@ -60,7 +60,7 @@ def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, fl
 
 
 def cpu_seconds_so_far() -> float:
-    """Of this process and those that it has started, which live as long as the run; not of Ray's."""
+    """CPU seconds of this process and of those that it has started, which live as long as the run; not of Ray's."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + sum(one.user + one.system for one in times)
 

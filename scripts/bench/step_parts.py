@@ -1,5 +1,5 @@
 """Where the time of a GRPO step goes: seconds of parts of this package, of vLLM and of Megatron, each without the parts
-that it calls. `step.py --parts` prints them.
+that it calls. `step.py --arms parts` prints them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LAYOUTS = [
 
 
 def filled(config) -> dict:
-    """What a rank holds, and what came of three fillings: of the start, and of other adapters."""
+    """Bytes that a rank holds, and results of three fillings: with the start, and with other adapters."""
     import torch
 
     from megatron_rl.records import Sampling

@@ -179,7 +179,7 @@ def of_actor(service: TrainingService, name: str, tenant: str, number: int, toke
 
 
 def copies_of_groups(service: TrainingService) -> list[int]:
-    """How many samplers each group of samples that were drawn together has had."""
+    """The number of samplers of each group of samples that were drawn together."""
     groups: dict[int, set[str]] = {}
     for head, _ in records(service.line.run / "journal"):
         if head["kind"] == "reply" and ":sample:" in head["request"]:

@@ -292,13 +292,13 @@ TAUGHT = tuple(OPTIMIZER + key for key in ("lr=3e-3", "lr_warmup_steps=20", "cli
 
 
 def lessons_of(rows: Path, number: int, seed: int) -> list[list[dict[str, str]]]:
-    """What a teacher says who knows the answer in three of five rows, and else says any."""
+    """Transcripts of a teacher who knows the answer in three of five rows, and else draws any."""
     draw, tasks = random.Random(seed), pyarrow.parquet.read_table(rows).to_pylist()
     lessons = []
     for task in draw.choices(tasks, k=number):
         truth = task["reward_model"]["ground_truth"]
-        said = truth if draw.random() < RIGHT else str(draw.choice(ANSWERS))
-        lessons.append([*task["prompt"], {"role": "assistant", "content": said}])
+        response = truth if draw.random() < RIGHT else str(draw.choice(ANSWERS))
+        lessons.append([*task["prompt"], {"role": "assistant", "content": response}])
     return lessons
 
 

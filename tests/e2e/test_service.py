@@ -285,10 +285,10 @@ def test_the_sdks_loop_learns_and_its_journal_repeats(sdk: Path, tmp_path: Path)
     try:
         for seed in ("1", "2", "3"):
             client = [sdk, "scripts/demo_tinker_loop.py", service.url, KEYS["anna"], "20", seed]
-            told = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
-            print(f"seed {seed}: {told.stdout}")
-            shares = [float(share) for share in re.findall(r"step \d+: (\S+) of", told.stdout)]
-            assert len(shares) == 5 and shares[0] < 0.5 and shares[-1] >= 0.95, (told.stdout, told.stderr)
+            ended = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+            print(f"seed {seed}: {ended.stdout}")
+            shares = [float(share) for share in re.findall(r"step \d+: (\S+) of", ended.stdout)]
+            assert len(shares) == 5 and shares[0] < 0.5 and shares[-1] >= 0.95, (ended.stdout, ended.stderr)
         service.line.process.send_signal(signal.SIGTERM)
         assert service.line.wait() == 0, service.line.text()
         (tmp_path / "again").mkdir()
@@ -317,10 +317,13 @@ def test_two_players_learn_from_each_other(sdk: Path, tmp_path: Path) -> None:
     try:
         for seed in ("1", "2", "3"):
             client = [sdk, "scripts/self_play.py", service.url, KEYS["anna"], "8", "20", seed]
-            told = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
-            print(f"seed {seed}: {told.stdout}")
-            shares = [float(share) for share in re.findall(r"[01]\.\d{3}", told.stdout)]
-            assert len(shares) == 4 and max(shares[:2]) < 0.8 and min(shares[2:]) >= 0.9, (told.stdout, told.stderr)
+            ended = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
+            print(f"seed {seed}: {ended.stdout}")
+            shares = [float(share) for share in re.findall(r"[01]\.\d{3}", ended.stdout)]
+            assert len(shares) == 4 and max(shares[:2]) < 0.8 and min(shares[2:]) >= 0.9, (
+                ended.stdout,
+                ended.stderr,
+            )
         rows = service.read("checkpoints?limit=1000")["checkpoints"]
         sizes = [row["size_bytes"] for row in rows if row["checkpoint_type"] == "training"]
         assert sizes == [part["weights"] + part["moments"]] * 3
@@ -352,9 +355,9 @@ def test_dpo_by_the_sdks_custom_loss_is_dpo(sdk: Path, tmp_path: Path) -> None:
     service = TrainingService(tmp_path / "service", *ALONE)
     try:
         client = [sdk, "tests/e2e/sdk_dpo.py", service.url, KEYS["anna"], tmp_path]
-        told = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-        assert told.returncode == 0, told.stderr
-        before, after = json.loads(told.stdout)
+        ended = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        before, after = json.loads(ended.stdout)
     finally:
         service.line.kill_all()
     model = AutoModelForCausalLM.from_pretrained(run.run / "hf_model").float()
@@ -377,8 +380,8 @@ def test_the_page_has_what_the_sdk_gets(sdk: Path, tmp_path: Path) -> None:
     service = TrainingService(tmp_path, *ALONE)
     try:
         client = [sdk, "tests/e2e/sdk_calls.py", service.url, KEYS["anna"]]
-        told = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
-        outcomes = json.loads(told.stdout)
+        ended = subprocess.run(client, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
+        outcomes = json.loads(ended.stdout)
     finally:
         service.line.kill_all()
     assert "wrong" not in outcomes.values()
